@@ -1,4 +1,4 @@
-"""Data parallelism over processes: coalesced broadcast, the reducer, DistributedDataParallel."""
+"""Data parallelism over processes: DistributedDataParallel, the reducer, coalesced broadcast."""
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.distributed_data_parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel makes of its arguments, before anything is sent."""
+"""Checks and conversions of DistributedDataParallel's arguments, before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 
 def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter]]:
-    """The module's parameters by name, if they can be reduced.
+    """Return the module's parameters by name, or raise if they cannot be reduced.
 
     Raises:
-        ArgumentTypeError: Not a module.
-        ArgumentError: No parameter requires a gradient, or one has no shape or values yet or is
-            expanded.
-        NotSupportedError: Gradients of a parameter are of another dtype, or it is of a subclass of
-            Tensor that holds several tensors.
+        ArgumentTypeError: `module` is not a module.
+        ArgumentError: No parameter requires a gradient, or one has no shape or values yet, or one
+            is expanded.
+        NotSupportedError: Gradients of a parameter have another dtype, or its class is a subclass
+            of Tensor that holds several tensors.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
@@ -45,24 +45,24 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
         if p.is_meta:
             raise ArgumentError(
                 f"parameter {name} is on the meta device, and has no values: call the module's "
-                "to_empty and give it some first"
+                "to_empty and initialize it first"
             )
         check_not_expanded(p, f"parameter {name}")
         _check_subclass(p, name)
         if p.grad_dtype not in (p.dtype, None):
             raise NotSupportedError(
                 f"parameter {name} is of {p.dtype}, and its grad_dtype {p.grad_dtype}: gradients "
-                "are reduced in their parameter's dtype. Leave grad_dtype as it is"
+                "are reduced in the parameter's dtype. Leave grad_dtype unset"
             )
     return named
 
 
 def check_interval(every: object) -> int | None:
-    """Return `check_replicas`, if it is a number of steps or None.
+    """Return `check_replicas` if it is a number of steps or None.
 
     Raises:
-        ArgumentTypeError: Not an int.
-        ArgumentError: Negative.
+        ArgumentTypeError: `every` is not an int.
+        ArgumentError: `every` is negative.
     """
     if every is None:
         return None
@@ -74,25 +74,25 @@ def check_interval(every: object) -> int | None:
 
 
 def _check_subclass(parameter: Parameter, name: str) -> None:
-    """Raise unless a subclass's gradients can be copied to and from a plain tensor."""
+    """Raise unless the gradients of a subclass can be copied to and from a plain tensor."""
     if type(parameter) is Parameter or not parameter.requires_grad:
         return
     kind, held = type(parameter).__name__, len(inner_tensors(parameter))
     if hasattr(parameter, "to_local"):
-        problem = f"a {kind}, whose ranks hold parts: wrap a module of its to_local()"
+        problem = f"a {kind}, of which each rank holds a part: wrap a module of its to_local()"
     elif held > 1:
-        problem = f"a {kind} that holds {held} tensors, and gradients travel as one: use others"
+        problem = f"a {kind} that holds {held} tensors, but gradients are sent as one: use others"
     else:
         return
     raise NotSupportedError(f"parameter {name} is {problem}, or set requires_grad=False on it")
 
 
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int] | None:
-    """Bucket limits in bytes; None, the reducer's own, if none are given.
+    """Return bucket limits in bytes; None, for the reducer's defaults, if none are given.
 
     Raises:
-        ArgumentError: Both are given, or one is negative.
-        ArgumentTypeError: Not numbers.
+        ArgumentError: Both arguments are given, or a limit is negative.
+        ArgumentTypeError: A limit is not a number.
 
     Example:
         >>> resolve_caps(2, None) == [2 << 20], resolve_caps(None, None)
@@ -101,16 +101,16 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
     if cap_mb is not None and cap_mb_list is not None:
         raise ArgumentError(
             f"bucket_cap_mb={cap_mb} and bucket_cap_mb_list={list(cap_mb_list)} are both given: "
-            "give one"
+            "pass one"
         )
     if cap_mb is None and cap_mb_list is None:
         return None
     name = "bucket_cap_mb_list" if cap_mb is None else "bucket_cap_mb"
     given: Any = cap_mb_list if cap_mb is None else [cap_mb]
     if not isinstance(given, Sequence) or not all(isinstance(mb, Real) for mb in given):
-        raise ArgumentTypeError(f"{name} is {given!r}: give numbers of MiB")
+        raise ArgumentTypeError(f"{name} is {given!r}: pass numbers of MiB")
     if not given or not all(0 <= mb < math.inf for mb in given):
-        raise ArgumentError(f"{name} is {given}: give MiB, 0 for a bucket for each parameter")
+        raise ArgumentError(f"{name} is {given}: pass MiB, 0 for one bucket per parameter")
     return [max(1, int(mb * (1 << 20))) for mb in given]
 
 
@@ -119,14 +119,14 @@ def resolve_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """The device that inputs are moved to, or None.
+    """Return the device that inputs are moved to, or None.
 
     Raises:
-        ArgumentError: `device_ids` and `output_device` do not name the module's one accelerator.
-        ArgumentTypeError: `device_ids` is no list.
+        ArgumentError: `device_ids` and `output_device` do not name the module's single accelerator.
+        ArgumentTypeError: `device_ids` is not a list.
     """
     if isinstance(device_ids, int | str | torch.device):
-        raise ArgumentTypeError(f"device_ids is {device_ids!r}: give a list of one device, or None")
+        raise ArgumentTypeError(f"device_ids is {device_ids!r}: pass a list of one device, or None")
     given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
     if not given:
         return None
@@ -135,27 +135,28 @@ def resolve_device(
     if len(devices) > 1 or one.type == "cpu":
         raise ArgumentError(
             f"device_ids={device_ids}, output_device={output_device}: the module's parameters are "
-            f"on {sorted(map(str, devices))}; these arguments are for a module on one accelerator"
+            f"on {sorted(map(str, devices))}; pass these arguments for a module on one accelerator"
         )
     wanted = {torch.device(one.type, d) if isinstance(d, int) else torch.device(d) for d in given}
     if wanted != {one} or len(device_ids or ()) > 1:
         raise ArgumentError(
-            f"device_ids={device_ids}, output_device={output_device}: the module is on {one}, "
-            "name that device"
+            f"device_ids={device_ids}, output_device={output_device}: the module is on {one}; "
+            "pass that device"
         )
     return one
 
 
 def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
-    """The group, from itself, a mesh or the default.
+    """Return the process group: the given one, that of a mesh, or the default group.
 
     Raises:
-        ArgumentError: Both are given, the mesh has several dimensions, or there is no group.
-        ArgumentTypeError: Not a process group.
+        ArgumentError: Both arguments are given, the mesh has several dimensions, or there is no
+            group.
+        ArgumentTypeError: `group` is not a process group.
     """
     if mesh is not None:
         if group is not None:
-            raise ArgumentError("process_group and device_mesh are both given: give one")
+            raise ArgumentError("process_group and device_mesh are both given: pass one")
         if not isinstance(mesh, DeviceMesh):
             raise ArgumentTypeError(
                 f"device_mesh is a {type(mesh).__name__}: pass a torch.distributed.DeviceMesh"
@@ -171,7 +172,7 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
 
 
 def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are synchronized at each forward, and whether at construction.
+    """Return two flags: synchronize buffers at each forward, and at construction.
 
     Example:
         >>> resolve_buffers(None, None), resolve_buffers(False, None), resolve_buffers(None, False)
@@ -188,15 +189,15 @@ def resolve_delayed(
     delayed: Sequence[tuple[str, Parameter]] | None,
     trigger: Parameter | None,
 ) -> list[str]:
-    """Names of the parameters that travel after all others, in a bucket of their own.
+    """Return the names of the parameters that are sent after all others, in a separate bucket.
 
     Raises:
-        ArgumentError: One of the two arguments is missing, or a parameter is not the module's.
+        ArgumentError: Only one of the two arguments is given, or a parameter is not in the module.
     """
     if (delayed is None) != (trigger is None):
         raise ArgumentError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: give "
-            "both, or none"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass "
+            "both, or neither"
         )
     names = {id(p): n for n, p in named}
     unknown = [n for n, p in delayed or () if id(p) not in names]
@@ -210,7 +211,7 @@ def resolve_delayed(
 
 
 def sparse_names(module: nn.Module) -> set[str]:
-    """Names of the parameters whose gradients embeddings make sparse."""
+    """Return the names of the parameters with sparse gradients: those of sparse embeddings."""
     ids = {
         id(child.weight)
         for child in module.modules()

@@ -1,9 +1,8 @@
-"""Coalesced broadcast: many tensors in few messages, two of them in flight.
+"""Coalesced broadcast: many tensors in few messages, at most two of them in flight.
 
-Which tensors share a message is decided from sizes and dtypes alone, so that all ranks agree
-whatever their strides are. A message is either a packed run of small tensors, which goes through
-a staging buffer, or a piece of one large tensor, which is sent from and received into the tensor
-itself.
+Sizes and dtypes alone determine which tensors share a message, so that all ranks agree even if
+strides differ. A message is either a pack of small tensors, which passes through a staging buffer,
+or a piece of a large tensor, which is sent from and received into the tensor itself.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gradwire.shm.register import member_of
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
-"""From here on a message of its own costs less than copying into and out of a staging buffer."""
+"""Size from which a separate message costs less than copies to and from a staging buffer."""
 SPARSE_LAYOUTS = (
     torch.sparse_coo,
     torch.sparse_csr,
@@ -38,7 +37,7 @@ SPARSE_LAYOUTS = (
     torch.sparse_bsc,
 )
 MESSAGE_BYTES = 32 << 20
-"""Longer messages are cut, so that copying one piece overlaps with sending another."""
+"""Maximum size of a message. Copying one message overlaps with sending another."""
 
 
 def broadcast_coalesced(
@@ -51,30 +50,31 @@ def broadcast_coalesced(
 ) -> None:
     """Overwrite tensors on all ranks of a group with the root's values.
 
-    Between processes, in place, without gradients: as `torch.distributed._broadcast_coalesced`.
-    `gradwire.collectives.broadcast_coalesced` returns new tensors and has an adjoint;
-    `gradwire.devices.broadcast_coalesced` copies between the devices of one process.
+    The broadcast is between processes, in place and without gradients, like
+    `torch.distributed._broadcast_coalesced`. `gradwire.collectives.broadcast_coalesced` returns
+    new tensors and has an adjoint; `gradwire.devices.broadcast_coalesced` copies between the
+    devices of one process.
 
-    At most two messages are in flight, so that staging takes at most 2 × `buffer_size` bytes.
-    Contiguous tensors of 1 MiB and more are sent and received in place (no copy); smaller ones
-    are packed: one pass on the root, one on each receiver.
+    At most two messages are in flight, so staging takes at most 2 × `buffer_size` bytes.
+    Contiguous tensors of 1 MiB and more are sent and received in place, without a copy. Smaller
+    ones are packed, with one copy on the root and one on each receiver.
 
     Args:
-        group: The process group; every rank of it calls with tensors of the same shapes and
-            dtypes, in the same order.
-        tensors: Written in place on all ranks but the root. Any dtypes, devices that the group
-            carries, any strides; empty tensors are left alone.
-        buffer_size: Bytes, > 0: the most that is packed into one message.
-        src: The root's global rank. Rank 0 of the group, if neither is given.
-        group_src: The root's rank in the group, instead of `src`.
+        group: Process group. Every rank of it calls with tensors of the same shapes and dtypes, in
+            the same order.
+        tensors: Tensors of any dtypes and strides, on devices that the group supports. They are
+            written in place on all ranks but the root; empty tensors are skipped.
+        buffer_size: Maximum number of bytes packed into one message, > 0.
+        src: Global rank of the root. Rank 0 of the group if neither rank is given.
+        group_src: Rank of the root in the group, instead of `src`.
 
     Raises:
-        ArgumentError: A size, a rank or a tensor's layout cannot be used; nothing was sent.
-        ArgumentTypeError: `group` is no process group, or a tensor is none.
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        ArgumentError: A size, a rank or a tensor's layout is not valid; nothing was sent.
+        ArgumentTypeError: `group` is not a process group, or `tensors` has something else.
+        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
 
     Example:
-        Rank 0 holds [1, 2] and [[3]], rank 1 zeros; afterwards both hold [1, 2] and [[3]].
+        Rank 0 holds [1, 2] and [[3]], rank 1 zeros. Afterwards both hold [1, 2] and [[3]].
 
         >>> import torch, torch.distributed as dist
         >>> from gradwire.testing import run_ranks
@@ -98,21 +98,21 @@ def broadcast_values(
 ) -> None:
     """Overwrite a module's tensors on all ranks of a group with the root's values.
 
-    As `broadcast_coalesced`, and for expanded tensors, of which each element in memory is sent
-    once, for sparse ones, which take the root's number of entries, and for those that were made in
+    Unlike `broadcast_coalesced`, this accepts expanded tensors, of which each element in memory is
+    sent once; sparse tensors, which take the root's number of entries; and tensors made in
     inference mode.
 
     Args:
-        group: The process group; every rank of it calls with tensors of the same shapes, dtypes
-            and layouts, in the same order.
-        named: Tensors by name; written in place.
-        group_src: The root's rank in the group.
+        group: Process group. Every rank of it calls with tensors of the same shapes, dtypes and
+            layouts, in the same order.
+        named: Names and tensors, which are written in place.
+        group_src: Rank of the root in the group.
 
     Raises:
-        ArgumentError: A tensor's layout cannot be used; nothing was sent.
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        ArgumentError: A tensor's layout is not supported; nothing was sent.
+        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
     """
-    parts: list[Tensor | None] = []  # None: of the next sparse tensor
+    parts: list[Tensor | None] = []  # None: parts of the next sparse tensor
     sparse: list[Tensor] = []
     inference = False
     for name, t in named:
@@ -136,7 +136,7 @@ def broadcast_values(
 
 
 def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) -> None:
-    """Give sparse tensors as many entries as they have on the root."""
+    """Resize sparse tensors to the root's numbers of entries."""
     with torch.no_grad():
         own = [(t._nnz(), t.layout == torch.sparse_coo and t.is_coalesced()) for t in sparse]
         counts = torch.tensor(own, dtype=torch.int64, device=message_device(group))
@@ -168,7 +168,7 @@ def _resize_compressed(tensor: Tensor, entries: int) -> None:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors without repeated elements that hold a tensor's elements.
+    """Return dense tensors that hold a tensor's elements, each of them once.
 
     Example:
         >>> [part.shape for part in dense_parts(torch.ones(3, 1).expand(3, 5))]
@@ -186,7 +186,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in which each element in memory is there once."""
+    """Return a view of a tensor that has each element in memory once."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -221,10 +221,10 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) -> None:
-    """One operation for all: shared memory needs neither messages nor staging of ours.
+    """Broadcast all tensors in one operation: shared memory needs no messages and no staging.
 
-    Past PyTorch's dispatcher, which would give it copies of lazily conjugated or negated tensors,
-    and not copy the results back.
+    This bypasses PyTorch's dispatcher, which would pass copies of lazily conjugated or negated
+    tensors, and would not copy the results back.
     """
     options = broadcast_options(root)
     options.asyncOp = False
@@ -234,7 +234,7 @@ def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) ->
 
 
 def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[int]]:
-    """Indices of the tensors in each message: large ones alone, empty ones nowhere."""
+    """Return the indices of the tensors in each message: large ones alone, no empty ones."""
     sizes = [t.nbytes for t in tensors]
     filled = [i for i, size in enumerate(sizes) if size]
     plan = plan_buckets(
@@ -250,7 +250,7 @@ def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[
 
 @dataclass
 class _Message:
-    """A message in flight, and what has to be copied where once it has arrived."""
+    """A message in flight, with the copies to make once it has arrived."""
 
     work: Work
     wire: Tensor
@@ -271,7 +271,7 @@ class _Wire:
         self._spare: list[Tensor] = []
 
     def send_large(self, tensor: Tensor) -> None:
-        """Sends one tensor in pieces: from where it lies, if its elements lie in order."""
+        """Send one tensor in pieces, in place if it is contiguous."""
         in_place = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if in_place:
             flat = tensor.view(-1)
@@ -288,14 +288,14 @@ class _Wire:
                 message.arrived, message.targets = [flat.view(tensor.shape)], [tensor]
 
     def send_packed(self, tensors: list[Tensor]) -> None:
-        """Sends several tensors of one dtype and device through a staging buffer."""
+        """Send several tensors of one dtype and device through a staging buffer."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_one()
         staging, flat = self._staging(tensors)
         if self._is_root:
             torch.cat([t.flatten() for t in tensors], out=flat)
         message = self._send(flat.view(torch.uint8), staging)
-        if not self._is_root:  # while it is on its way
+        if not self._is_root:  # overlaps with the transfer
             pieces = flat.split([t.numel() for t in tensors])
             message.arrived = [
                 piece if t.dim() == 1 else piece.view(t.shape)
@@ -321,14 +321,14 @@ class _Wire:
         wait_for_message(self._group, message.work, what, on_cpu=on_cpu, since=message.since)
         if any(t.is_conj() or t.is_neg() for t in message.targets):
             for target, arrived in zip(message.targets, message.arrived, strict=True):
-                target.copy_(arrived)  # the multi-tensor copy refuses lazy conjugates
+                target.copy_(arrived)  # _foreach_copy_ rejects lazy conjugates
         elif message.targets:
             torch._foreach_copy_(message.targets, message.arrived)
         if message.staging is not None:
             self._spare.append(message.staging)
 
     def _staging(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """A buffer of bytes, reused where a spare one is large enough, and its typed front."""
+        """Return a staging buffer, a spare one if it is large enough, and its typed front."""
         device, size = tensors[0].device, sum(t.nbytes for t in tensors)
         staging = next((s for s in self._spare if s.device == device and len(s) >= size), None)
         if staging is None:
@@ -341,10 +341,10 @@ class _Wire:
 
 def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
     if not isinstance(buffer_size, int) or buffer_size <= 0:
-        raise ArgumentError(f"buffer_size is {buffer_size!r}: give a number of bytes above 0")
+        raise ArgumentError(f"buffer_size is {buffer_size!r}: pass a number of bytes above 0")
     for i, t in enumerate(tensors):
         if isinstance(t, Tensor) and t.layout is torch.strided and t.is_contiguous():
-            continue  # as most are: lists may be long
+            continue  # the common case, tested first as lists may be long
         if not isinstance(t, Tensor):
             raise ArgumentTypeError(f"tensors[{i}] is a {type(t).__name__}: pass tensors")
         if t.layout != torch.strided:
@@ -355,10 +355,10 @@ def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
 
 
 def check_not_expanded(tensor: Tensor, name: str) -> None:
-    """Raise if a tensor's elements cannot be written one by one, as several are one in memory.
+    """Raise if several of a tensor's elements share one element in memory.
 
     Raises:
-        ArgumentError: It is expanded.
+        ArgumentError: The tensor is expanded.
 
     Example:
         >>> check_not_expanded(torch.ones(4), "x")
@@ -372,6 +372,6 @@ def check_not_expanded(tensor: Tensor, name: str) -> None:
         return
     if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ArgumentError(
-            f"{name}, of shape {tuple(tensor.shape)}, is expanded: several of its elements are one "
-            "in memory, and cannot be written; clone() it"
+            f"{name}, of shape {tuple(tensor.shape)}, is expanded: several of its elements share "
+            "one element in memory, and cannot be written separately; clone() it"
         )

@@ -1,4 +1,4 @@
-"""Synchronization of a module's buffers: rank 0's values everywhere, or merged by a function."""
+"""Synchronization of a module's buffers: broadcast from rank 0, or merged by a function."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentTypeError
 
 BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
-"""Changes buffers, by name, in place; may return a future or several, which are waited for."""
+"""Function that changes buffers in place, given by name. It may return futures to wait for."""
 
 
 class Buffers:
-    """The buffers of a module, as they are at each moment.
+    """The current buffers of a module.
 
     Args:
-        module: The module.
+        module: Module with the buffers.
         ignored: Names of buffers that are not synchronized.
 
     Attributes:
-        hook: Merges the buffers; None: all ranks take rank 0's values.
-        after_forward: If True, the hook runs after each training forward instead of before it.
+        hook: Function that merges the buffers; None if all ranks take rank 0's values.
+        after_forward: True if the hook runs after each training forward instead of before it.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Buffers:
         return bool(self._paths)
 
     def _watch(self) -> None:
-        # named_buffers() at each forward would take three times as long as looking names up
+        # named_buffers() at each forward would take three times as long as looking up names
         hook = WeakHook(self._on_registration)
         handles = [
             torch_module.register_module_buffer_registration_hook(hook),
@@ -63,12 +63,12 @@ class Buffers:
         remove_hooks_with(self, handles)
 
     def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
-        # a value that takes an existing buffer's place is found by its name
+        # a value that replaces an existing buffer is found by its name
         if value is not None and owner._buffers.get(name) is None:
             self._changed = True
 
     def _find(self) -> None:
-        """Look up the names of the buffers, and which of them share their memory."""
+        """Find the names of the buffers, and those that share memory."""
         self._changed = False
         named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
         self._paths = {name: name.split(".") for name in named}
@@ -78,7 +78,7 @@ class Buffers:
     def _shares(self, name: str, buffer: Tensor) -> bool:
         """Return True if a buffer shares its memory with other tensors.
 
-        One that was looked at before is not looked at again: now a graph may have saved it.
+        The first answer is kept: later, a graph may have saved the buffer.
         """
         seen = self._seen.get(name)
         if seen is not None and seen() is buffer:
@@ -86,7 +86,7 @@ class Buffers:
         return _is_aliased(buffer)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the buffers by name; those that were deleted or set to None are left out."""
+        """Return the buffers by name, without those that were deleted or set to None."""
         if self._changed:
             self._find()
         found = {}
@@ -103,7 +103,7 @@ class Buffers:
         """Merge the buffers with a function from now on.
 
         Raises:
-            ArgumentTypeError: It cannot be called.
+            ArgumentTypeError: `hook` is not callable.
         """
         if not callable(hook):
             raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(buffers, group)")
@@ -112,12 +112,12 @@ class Buffers:
     def sync(self, group: ProcessGroup, *, root: int = 0) -> None:
         """Make the buffers equal on all ranks.
 
-        A graph whose backward has not run yet keeps the values that it has saved.
+        A graph whose backward has not run yet keeps its saved values.
         """
         named = self.named()
         with torch.inference_mode(False), torch.no_grad():
             held: dict[str, Tensor] = {}
-            if self.hook is not None or group.rank() != root:  # a root is not written to
+            if self.hook is not None or group.rank() != root:  # the root's buffers are not written
                 held = {n: b for n, b in named.items() if self._is_held(n, b)}
             written = {**named, **{n: b.clone() for n, b in held.items()}} if held else named
             if self.hook is None:
@@ -131,23 +131,23 @@ class Buffers:
                 _take_values(buffer, written[name])
 
     def _is_held(self, name: str, buffer: Tensor) -> bool:
-        """Return True if a buffer cannot be written in place now.
+        """Return True if a buffer must not be written in place now.
 
-        A graph may have saved it, or a view of it; or it was made in inference mode.
+        A graph may have saved it or a view of it, or it was made in inference mode.
         """
         return (_holders(buffer) > 1 and name not in self._aliased) or buffer.is_inference()
 
 
 def _take_values(buffer: Tensor, values: Tensor) -> None:
-    """Give a buffer new values, and leave the old ones to whatever else holds them."""
+    """Give a buffer new values; other references to it keep the old ones."""
     if _have_same_bits(buffer, values):
         return
     if buffer.is_inference():
         with torch.inference_mode():
             buffer.copy_(values)
     else:
-        # the Python object, which modules and users know, gets the new memory; saved by a graph
-        # is the tensor in C++, which keeps the old memory
+        # the Python object, which modules and users reference, gets the new memory; a graph saves
+        # the C++ tensor, which keeps the old memory
         torch._C._swap_tensor_impl(buffer, values)
 
 
@@ -163,12 +163,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_aliased(buffer: Tensor) -> bool:
-    """Return True if other tensors share the buffer's memory: it is only written in place."""
+    """Return True if other tensors share the buffer's memory: then it is written in place."""
     shares = buffer.layout == torch.strided and uses(buffer) > 1
     return shares or buffer._is_view() or _holders(buffer) > 1
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many references there are to a tensor in C++, that of its Python object included."""
+    """Return the number of C++ references to a tensor, including that of its Python object."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
     return count

@@ -1,4 +1,4 @@
-"""What ddp asks of a process group: its timeout, its errors, where its small messages may live."""
+"""Properties of a process group: timeout, errors, devices of its small messages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gradwire.shm.register import member_of
 
 
 def broadcast_options(root: int) -> BroadcastOptions:
-    """Options of a broadcast from a rank of the group."""
+    """Return the options of a broadcast from a rank of the group."""
     options = BroadcastOptions()
     options.rootRank = root
     return options
 
 
 def cpu_capable(group: ProcessGroup) -> bool:
-    """Whether the group carries CPU tensors; one that does not say, written in Python, may."""
+    """Return True if the group supports CPU tensors. Assume so if it does not list devices."""
     kinds = [device.type for device in group._device_types]
     return not kinds or "cpu" in kinds
 
 
 def message_device(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group carries: the CPU where it can."""
+    """Return a device whose tensors the group supports: the CPU if possible."""
     if cpu_capable(group):
         return torch.device("cpu")
     kind = group._device_types[0].type
@@ -37,7 +37,7 @@ def message_device(group: ProcessGroup) -> torch.device:
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Seconds that the group gives a collective; torch's default where it does not say."""
+    """Return the group's timeout in seconds; PyTorch's default if it has none."""
     if (member := member_of(group)) is not None:
         return member.timeout.total_seconds()
     return backend_timeout(group)
@@ -45,15 +45,15 @@ def timeout_of(group: ProcessGroup) -> float:
 
 @contextmanager
 def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -> Iterator[None]:
-    """Raise what a backend ends a collective with, which is waited for inside, as ours.
+    """Translate a backend's error from waiting for a collective in this context.
 
     Args:
-        group: The group.
-        what: What is waited for.
-        since: When it was sent, of `time.monotonic`; None: inside.
+        group: Process group.
+        what: Name of the collective, for the message.
+        since: Time of `time.monotonic` at which it was sent; None for the start of the context.
 
     Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
     """
     since = time.monotonic() if since is None else since
     try:

@@ -1,4 +1,4 @@
-"""Hooks that end with what they serve: they refer to it weakly, and are removed when it is gone."""
+"""Hooks that reference their owner weakly, and are removed once it is collected."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 
 class WeakHook:
-    """Calls a method with arguments before the caller's, as long as its object lives.
+    """Callable that calls a method, with leading arguments, while its object is alive.
 
-    It is its object's alone: a copy or a pickle of what it is registered with has one that does
-    nothing.
+    Copies and pickles of it do nothing, so that a copied module does not call the original's hooks.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
@@ -19,7 +18,7 @@ class WeakHook:
         self._first = first
 
     def __call__(self, *args: Any) -> Any:
-        """The method's result; None if its object is no more."""
+        """Return the method's result; None if its object was collected."""
         method = None if self._method is None else self._method()
         return None if method is None else method(*self._first, *args)
 
@@ -34,10 +33,10 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 
 
 def remove_hooks_with(owner: object, handles: Sequence[Any]) -> weakref.finalize[Any, Any]:
-    """Remove hooks as soon as their owner is collected, or when the result is called.
+    """Remove hooks once their owner is collected, or when the returned finalizer is called.
 
-    The hooks must hold no reference to the owner. Nothing is removed at exit, where the modules
-    that would do it may be gone.
+    The hooks must hold no reference to the owner. Nothing is removed at exit, when the modules
+    needed for it may be gone.
     """
     finalizer = weakref.finalize(owner, remove_hooks, handles)
     finalizer.atexit = False

@@ -1,6 +1,7 @@
-"""What this package does, said as plainly as it can be: the specification that tests hold it to.
+"""Naive reference implementation of this package, to which tests compare it.
 
-No buckets, no overlap, one message a tensor. Too slow to train with, short enough to trust.
+It has no buckets and no overlap, and sends one message per tensor: too slow to train with, short
+enough to trust.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 
 def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], group_src: int = 0) -> None:
-    """Overwrite tensors with the root's values, one after another."""
+    """Overwrite tensors with the root's values, one after the other."""
     with torch.no_grad():
         for tensor in tensors:
             wire = tensor.detach().resolve_conj().contiguous().clone()
@@ -23,7 +24,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], group_src: int = 0
 
 
 def average_gradients(group: ProcessGroup, parameters: Iterable[Tensor]) -> None:
-    """After backward: replace each gradient by its mean over ranks."""
+    """Replace each gradient by its mean over ranks, after backward."""
     for parameter in parameters:
         if parameter.grad is not None:
             mean = parameter.grad.contiguous() / group.size()
@@ -32,12 +33,12 @@ def average_gradients(group: ProcessGroup, parameters: Iterable[Tensor]) -> None
 
 
 def weighted_average(group: ProcessGroup, parameters: Iterable[Tensor], weight: float) -> None:
-    """After backwards of n × loss: replace each gradient by Σ n g / Σ n over ranks.
+    """Replace each gradient by Σ n g / Σ n over ranks, after backwards of n × loss.
 
     Args:
-        group: The ranks.
-        parameters: With Σ n g of this rank's backwards.
-        weight: The Σ n of this rank's backwards.
+        group: Process group.
+        parameters: Parameters whose gradients hold Σ n g of this rank's backwards.
+        weight: Σ n of this rank's backwards.
     """
     total = torch.tensor(weight, dtype=torch.float64)
     dist.all_reduce(total, group=group)

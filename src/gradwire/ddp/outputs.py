@@ -14,14 +14,14 @@ from gradwire._containers import leaves, map_tensors, tensors_in
 
 OUTPUT = "gradwire.ddp.output"
 _DEPTH, _MOST = 3, 4096
-"""How many objects inside each other are looked into that are not of the kinds known here, and how
-many values there: they may have a tokenizer, with all its words."""
+"""Limits on nested objects of other classes: levels and values searched. An object may have a
+tokenizer with all of its words."""
 
 
 def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors that an object of another class has, such as a distribution, or one inside of it.
+    """Yield the tensors in an object of another class, such as a distribution, at any level.
 
-    The nearest first. It runs no code of the objects, which may be anything, in cycles too.
+    The nearest tensors come first. No code of the objects runs; they may form cycles.
     """
     level, count = [value], 0
     for _ in range(_DEPTH):
@@ -44,31 +44,31 @@ def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _may_hold(value: Any) -> bool:
-    """Whether an object has attributes of its own, which are not a module's."""
+    """Return True if an object has attributes, and is neither a module nor a class."""
     if isinstance(value, nn.Module | type | ModuleType):
         return False
     try:
         return type(object.__getattribute__(value, "__dict__")) is dict
-    except Exception:  # what stands for another object has it made, or has none
+    except Exception:  # proxies of other objects may compute __dict__, or have none
         return False
 
 
 def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
-    """What is in a container, whose class may have other methods."""
+    """Return a container's values without calling methods of its subclass."""
     if isinstance(container, dict):
         return dict.values(container)
     return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
 
 
 def beginnings(output: Any, since: int) -> Iterator[Tensor]:
-    """The tensors at one of which a backward through a forward's output begins.
+    """Yield the tensors at which a backward through a forward's output may begin.
 
-    A view that is written to in place (what ends in `squeeze`, by `out += 1`) has another node from
-    then on, and its hooks are left behind: backward then comes by what it is a view of.
+    A view that is written in place (the result of `squeeze`, by `out += 1`) gets a new node,
+    without its hooks. Backward then reaches the base of the view, which is therefore included.
 
     Args:
-        output: What the forward returned.
-        since: autograd's sequence number when the forward began.
+        output: Output of the forward.
+        since: Sequence number of autograd when the forward began.
     """
     seen: set[int] = set()
     for leaf in leaves(output):
@@ -78,21 +78,21 @@ def beginnings(output: Any, since: int) -> Iterator[Tensor]:
             other: Iterable[Tensor] = () if base is None else (base,)
         else:
             other = _in_attributes(leaf, seen)
-        for tensor in other:  # of this forward alone: an object may have more than its result
+        for tensor in other:  # of this forward only: an object may also hold older tensors
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
                 yield tensor
 
 
 def with_own_nodes(output: Any, since: int) -> Any:
-    """The output of a forward, with views in place of inputs that it returned as they came.
+    """Return the output of a forward, with views instead of tensors that it passed through.
 
-    That is what it was given, or what a module inside has put out. A backward reaches the outputs
-    of several modules in the same order on every rank only if each has a node that its forward
-    made, on ranks whose forward has done nothing, too.
+    Such a tensor is an input of the forward, or an output of an inner module. A backward reaches
+    the outputs of several modules in the same order on every rank only if each output has a node
+    made by its forward, even on ranks whose forward does nothing.
 
     Args:
-        output: What the forward returned.
-        since: autograd's sequence number when the forward began.
+        output: Output of the forward.
+        since: Sequence number of autograd when the forward began.
     """
 
     def is_other(t: Tensor) -> bool:
@@ -107,15 +107,15 @@ def with_own_nodes(output: Any, since: int) -> Any:
 
 
 def mark_output(tensor: Tensor, forward: object) -> None:
-    """Mark the node that made a tensor as where the backward of a forward begins.
+    """Mark the node of a tensor as the beginning of a forward's backward.
 
-    The node holds the forward's object as long as it lives itself.
+    The node references the forward's object for as long as the node lives.
     """
     assert tensor.grad_fn is not None
     _metadata(tensor.grad_fn)[OUTPUT] = forward
 
 
 def _metadata(node: Any) -> dict[str, Any]:
-    """What is kept with a node of autograd."""
-    metadata: dict[str, Any] = node.metadata  # torch's stub has it as a method
+    """Return the metadata dict of a node of autograd."""
+    metadata: dict[str, Any] = node.metadata  # PyTorch's stub declares a method
     return metadata

@@ -1,8 +1,8 @@
-"""Notices when a module's parameters are no longer those that its reducer reduces.
+"""Detection of parameters in a module that its reducer does not reduce.
 
-Parameters that are added, replaced or thawed after wrapping would be trained on this rank alone.
+Parameters that are added, replaced or thawed after wrapping would be trained on this rank only.
 Comparing the module's parameters at each step would cost more than the step of a small model, so
-torch's registration hooks say when there is something to compare.
+PyTorch's registration hooks trigger the comparison.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gradwire.errors import ArgumentError
 
 
 class ParameterCheck:
-    """Compares a module's parameters with those at construction, when there is reason to.
+    """Compares a module's parameters with those at construction, after new registrations.
 
-    `torch.func.functional_call` registers nothing: tensors that it puts in the place of parameters
-    for one call are of no interest.
+    `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters in
+    one call are ignored.
 
     Args:
-        module: The module.
-        named: Its parameters that are checked, frozen ones included.
-        ignored: Names of parameters that are not.
+        module: Module to check.
+        named: Names and parameters that are checked, including frozen ones.
+        ignored: Names of parameters that are not checked.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class ParameterCheck:
         """Raise if there are parameters that would not be reduced.
 
         Raises:
-            ArgumentError: Names them.
+            ArgumentError: Parameters were added, replaced or thawed; lists their names.
         """
         thawed = [n for n, p in self._frozen if p.requires_grad]
         new: list[str] = []
         if self._registered:
             named = [(n, p) for n, p in self._module.named_parameters() if n not in self._ignored]
             new = [n for n, p in named if self._known.get(n) is not p and id(p) in self._registered]
-            for p in self._known.values():  # those that were registered again
+            for p in self._known.values():  # registered again
                 self._registered.pop(id(p), None)
         if new or thawed:
             what = "added or replaced" if new else "frozen when the module was wrapped, and are not"
             raise ArgumentError(
                 f"parameters {new or thawed} were {what}: their gradients would not be reduced. "
-                "Call refit() on every rank, and give them to the optimizer"
+                "Call refit() on every rank, and add them to the optimizer"
             )

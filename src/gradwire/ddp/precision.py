@@ -1,8 +1,8 @@
-"""Mixed precision: parameters and inputs are cast on the way into the forward.
+"""Mixed precision: parameters and inputs are cast before the forward.
 
-While the module runs, its parameters are replaced by casts of themselves, which autograd follows
-back: gradients accumulate in the parameters' own precision. What checkpointing computes again
-during backward is cast again. Reduction in a smaller dtype is a wrapper around the hook.
+While the module runs, casts replace its parameters. Autograd differentiates the casts, so that
+gradients accumulate in the parameters' original precision. Recomputation by checkpoints during
+backward casts again. Reduction in a smaller dtype is a wrapper around the communication hook.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gradwire.hooks import CommHook, all_reduce, compress
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which floating-point types a module computes and communicates.
+    """Floating-point dtypes in which a module computes and communicates.
 
-    Integers and buffers of other kinds are left alone; None leaves that part as it is.
+    Tensors of integer and other dtypes are not cast. None keeps the original dtype.
 
     Attributes:
-        param_dtype: Of parameters and inputs in forward and backward. Outside they keep their own.
-        reduce_dtype: Of gradients on their way; None: `param_dtype`.
-        buffer_dtype: Of buffers, from construction on.
+        param_dtype: Dtype of parameters and inputs during forward and backward.
+        reduce_dtype: Dtype of gradients in communication; None for `param_dtype`.
+        buffer_dtype: Dtype of buffers, from construction on.
     """
 
     param_dtype: torch.dtype | None = None
@@ -42,10 +42,10 @@ class MixedPrecision:
 
 
 def resolve_precision(given: Any) -> MixedPrecision | None:
-    """Our configuration, from ours or from torch's of the same fields.
+    """Return the configuration, converted if it is PyTorch's class with the same fields.
 
     Raises:
-        ArgumentTypeError: Neither.
+        ArgumentTypeError: `given` has other fields.
         ArgumentError: A dtype is not floating-point.
     """
     if given is None:
@@ -58,7 +58,7 @@ def resolve_precision(given: Any) -> MixedPrecision | None:
     dtypes = {name: getattr(given, name) for name in names}
     for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(f"mixed_precision's {name} is {dtype}: give a floating-point dtype")
+            raise ArgumentError(f"mixed_precision's {name} is {dtype}: pass a floating-point dtype")
     return MixedPrecision(**dtypes)
 
 
@@ -66,17 +66,17 @@ class Precision:
     """Applies a configuration to a module.
 
     Args:
-        module: The module; its floating-point buffers are cast at once.
-        config: The dtypes.
-        ignored: Names of parameters and buffers that are left alone.
+        module: Module, whose floating-point buffers are cast at construction.
+        config: Dtypes.
+        ignored: Names of parameters and buffers that are not cast.
     """
 
     def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
         self._module, self._config = module, config
         self._kept = {id(t) for n, t in module.named_parameters() if n in ignored}
         self._cast_outputs: set[int] = set()  # ids of modules that compute in full precision
-        self._derived: dict[int, list[str]] = {}  # attributes that old spectral norms compute
-        # attributes of modules with parameters in them, such as the _flat_weights of RNNs
+        self._derived: dict[int, list[str]] = {}  # attributes computed by hook-based spectral norms
+        # attributes of modules that hold parameters, such as the _flat_weights of RNNs
         self._holders = {
             id(child): [
                 n for n, v in vars(child).items() if n != "_parameters" and _holds_parameters(v)
@@ -97,10 +97,10 @@ class Precision:
         self._recomputing: list[tuple[nn.Module, ExitStack]] = []
 
     def _keep_in_full_precision(self) -> None:
-        """Note modules that cannot compute with cast parameters: they get their own.
+        """Find modules that cannot compute with cast parameters, and keep their parameters.
 
-        What they compute is cast instead: buffers of parametrizations are of the parameters' dtype,
-        and a cast has no sparse gradient. Batch norms take inputs of another dtype.
+        Their outputs are cast instead: buffers of parametrizations have the parameters' dtype, and
+        a cast has no sparse gradient. Batch norms accept inputs of another dtype.
         """
         for child in self._module.modules():
             inside = isinstance(child, ParametrizationList)
@@ -126,17 +126,17 @@ class Precision:
                     child._buffers[key] = buffer.to(dtype)
 
     def hook(self, hook: CommHook | None) -> CommHook | None:
-        """A hook that communicates in the dtype for reduction."""
+        """Return a communication hook in the dtype for reduction."""
         dtype = self._config.reduce_dtype or self._config.param_dtype
         return hook if dtype is None else compress(hook or all_reduce, dtype)
 
     def inputs(self, value: Any) -> Any:
-        """Inputs as the module takes them."""
+        """Return the inputs, cast to the module's dtype."""
         return value if self._config.param_dtype is None else map_tensors(self._cast, value)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """While the module runs."""
+        """Run the module with cast parameters in this context."""
         with self._swapped(self._module):
             self._active = True
             try:
@@ -146,7 +146,7 @@ class Precision:
 
     @contextmanager
     def _swapped(self, module: nn.Module) -> Iterator[None]:
-        """Casts stand in for the parameters of a module and its children."""
+        """Replace the parameters of a module and its children by casts in this context."""
         undo: list[tuple[dict[str, Any], str, Any]] = []
         casts: dict[int, Tensor] = {}
 
@@ -188,7 +188,7 @@ class Precision:
                 setattr(module, name, self._cast(getattr(module, name)))
 
     def _after_child(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """Return the output if it is cast; None leaves it as it is."""
+        """Return the cast output; None if the output is not cast."""
         casts = id(module) in self._cast_outputs and (self._active or bool(self._recomputing))
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].close()
@@ -196,6 +196,6 @@ class Precision:
 
 
 def _holds_parameters(value: Any) -> bool:
-    """Return True for lists, tuples and dicts with parameters."""
+    """Return True for lists, tuples and dicts that contain parameters."""
     held = isinstance(value, list | tuple | dict)
     return held and any(isinstance(t, nn.Parameter) for t in tensors_in(value))
