@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a module whose gradients are averaged over the ranks of a group."""
+"""DistributedDataParallel: averages a module's gradients over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -38,82 +38,87 @@ REPLICAS_CHECKED_EVERY = 100
 
 
 class DistributedDataParallel(UnevenInputs):
-    """Wraps a module so that each backward averages its gradients over ranks.
+    """Wrapper of a module that averages its gradients over ranks in each backward.
 
-    Every rank holds a replica and its own batch. Parameters and buffers start as rank 0's. After
-    `loss.backward()` each `param.grad` holds the mean over ranks of what backward computed there,
+    Every rank has a replica of the module and its own batch. Parameters and buffers start with rank
+    0's values. After `loss.backward()` each `param.grad` holds the mean of the ranks' gradients,
     with the same bits on every rank, so that equal optimizers keep the replicas equal.
 
     Adjoint convention: the objective is Σ_r L_r / W, the mean of the ranks' losses.
 
-    Gradients of 4 KiB and more may lie in their bucket's memory, also without
-    `gradient_as_bucket_view`: one that is kept after `zero_grad` keeps its values, and the whole
-    bucket's memory with them; `clone()` what is to be kept for long.
+    Gradients of 4 KiB and more may be stored in their bucket's memory, also without
+    `gradient_as_bucket_view`. A gradient that is kept after `zero_grad` keeps its values, and also
+    the memory of the whole bucket: `clone()` gradients that are kept for long.
 
     Args:
-        module: Any module with at least one parameter that requires a gradient.
-        device_ids: None, or the one accelerator that the module is on: inputs are moved there.
+        module: Module with at least one parameter that requires a gradient.
+        device_ids: None, or a list of the single accelerator that the module is on. Inputs are
+            moved there.
         output_device: None, or the same device.
-        dim: Of no effect; kept for torch's signature.
-        broadcast_buffers: Give buffers rank 0's values at construction and at each training
-            forward.
-        init_sync: Verify that models are the same, and broadcast rank 0's at construction.
-        process_group: The ranks; None means the default group.
-        bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
-            and with a communication hook; 0 a bucket for each parameter.
-        find_unused_parameters: Parameters may be left out of a forward, on some ranks or on all.
-            What no rank uses keeps its `.grad`; one small message more a step.
-        check_reduction: Of no effect.
-        gradient_as_bucket_view: Let gradients be views of their buckets: one copy less, and less
-            memory; `detach_()` on them is then an error.
-        static_graph: Every forward uses the same parameters, equally often, as the first one:
-            for reentrant checkpoints of shared layers, and for unused parameters at no cost.
+        dim: Ignored; accepted for compatibility with PyTorch.
+        broadcast_buffers: If True or None, buffers take rank 0's values at construction and in each
+            training forward.
+        init_sync: If True, construction verifies that the ranks' models match, and broadcasts rank
+            0's values.
+        process_group: Process group; None for the default group.
+        bucket_cap_mb: Size of a bucket in MiB. None for 25, after a first bucket of 1 on
+            accelerators and with a communication hook; 0 for one bucket per parameter.
+        find_unused_parameters: If True, a forward may leave out parameters, on some ranks or on
+            all. Parameters that no rank uses keep their `.grad`. This costs one small message per
+            step.
+        check_reduction: Ignored; accepted for compatibility with PyTorch.
+        gradient_as_bucket_view: If True, gradients are views of their buckets. This saves memory
+            and a copy; `detach_()` on them is then an error.
+        static_graph: If True, every forward uses the same parameters, equally often, as the first
+            one. Allows reentrant checkpoints of shared layers, and unused parameters at no cost.
         delay_all_reduce_named_params: Names and parameters that are reduced together, after all
             others.
-        param_to_hook_all_reduce: Given with `delay_all_reduce_named_params`, as torch asks for it;
-            of no effect.
-        mixed_precision: A `gradwire.ddp.MixedPrecision`, or torch's of the same fields.
-        device_mesh: A one-dimensional mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: With `find_unused_parameters`: send nothing for a bucket
-            that is unused; the same ones must be unused on every rank.
-        bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
-        batched_grad_copy: Of no effect: small gradients are always copied in batches.
-        forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
-        lazy_bucket_allocation: Allocate a bucket's memory when its first gradient arrives, and
-            release it after backward: the next forward's activations can have it.
-        bucket_layout: A function from names and parameters to the names in each bucket, in the
-            order of launch; the same on every rank. Caps are then of no effect.
-        rebuild_buckets: Assign the buckets again after the first backward, in the order in which
-            gradients became ready on rank 0. None is as PyTorch does: with `static_graph`, or
-            without `find_unused_parameters`.
-        sync_buffers_in_eval: Synchronize buffers in the first forward after a training forward,
-            as PyTorch does, even if that runs without gradients: all ranks then evaluate with rank
-            0's statistics. If False, a forward without gradients sends nothing and uses this rank's
-            buffers, so that some ranks may evaluate while the others go on to whatever is next.
-        check_replicas: Verify each time after this many reduced backwards that parameters are
-            equal on all ranks, bit by bit, in the first forward of the step that follows; the
-            backward sends a digest, and the forward after it raises. 0: never. None is 100
-            without a communication hook or with one of `gradwire.hooks`, and never with another
-            one, which may let replicas differ. Buffers are not compared: ranks take rank 0's, or
-            are to have their own.
-        before_reduce: A function that changes the local gradients of a `gradwire.hooks.GradBucket`
-            in place, before they are cast, compressed and reduced: on every rank or on none. They
-            are weighted already, see `weight`.
-        after_reduce: A function that changes the reduced gradients of a bucket in place, the same
-            on every rank.
+        param_to_hook_all_reduce: Parameter of the module, required with
+            `delay_all_reduce_named_params` as in PyTorch, and otherwise ignored.
+        mixed_precision: `gradwire.ddp.MixedPrecision`, or PyTorch's class with the same fields.
+        device_mesh: One-dimensional mesh, instead of `process_group`.
+        skip_all_reduce_unused_params: If True, with `find_unused_parameters`, nothing is sent for
+            unused buckets, which must be the same on every rank.
+        bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, …; the last one repeats.
+        batched_grad_copy: Ignored: small gradients are always copied in batches.
+        forward_sync_buffers: If given, replaces `broadcast_buffers` for forwards; buffers then
+            always start with rank 0's values.
+        lazy_bucket_allocation: If True, a bucket's memory is allocated when its first gradient
+            arrives, and released after backward, so that the next forward can use it.
+        bucket_layout: Function from names and parameters to the names in each bucket, in launch
+            order; the same on every rank. Caps are then ignored.
+        rebuild_buckets: If True, buckets are reassigned after the first backward, in the order in
+            which gradients became ready on rank 0. None for PyTorch's rule: True with
+            `static_graph` or without `find_unused_parameters`.
+        sync_buffers_in_eval: If True, the first forward after a training forward synchronizes
+            buffers even without gradients, as in PyTorch, so that all ranks evaluate with rank 0's
+            statistics. If False, a forward without gradients sends nothing and uses this rank's
+            buffers, so that some ranks may evaluate while others do something else.
+        check_replicas: Number of reduced backwards after which a backward sends a digest of the
+            parameters, so that the forward after it verifies that they are equal on all ranks, bit
+            by bit; 0 for never. None for 100 without a communication hook or with one of
+            `gradwire.hooks`, and for never with another hook, which may let replicas differ. The
+            digest is that of the step's first forward. Buffers are not compared: ranks take rank
+            0's buffers or keep their own.
+        before_reduce: Function that changes the local gradients of a `gradwire.hooks.GradBucket`
+            in place, before they are cast, compressed and reduced; given on every rank or on none.
+            The gradients are already weighted, see `weight`.
+        after_reduce: Function that changes the reduced gradients of a bucket in place, in the same
+            way on every rank.
 
     Attributes:
-        module: The wrapped module.
-        reducer: What communicates the gradients.
+        module: Wrapped module.
+        reducer: Reducer, which communicates the gradients.
 
     Raises:
-        ArgumentError: An argument cannot be used, or nothing requires a gradient.
-        ArgumentTypeError: `module` is no module, or `process_group` no group.
-        MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
+        ArgumentError: An argument is not valid, or no parameter requires a gradient.
+        ArgumentTypeError: `module` is not a module, or `process_group` is not a group.
+        MismatchError: The ranks' models differ. Raised on every rank with the name of the
+            parameter.
         NotSupportedError: A parameter's `grad_dtype` is not its dtype.
 
     Example:
-        Each rank has its own input; the gradients are the mean on both.
+        Each rank has its own input; both have the mean of the gradients.
 
         >>> import torch.distributed as dist
         >>> from gradwire.testing import run_ranks
@@ -192,11 +197,11 @@ class DistributedDataParallel(UnevenInputs):
 
     @compile_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; with gradients enabled, expect a backward to be reduced.
+        """Call the module. If gradients are enabled, the following backward is reduced.
 
         Raises:
             ArgumentError: Parameters were added, replaced or thawed since wrapping.
-            ReductionError: The backward before left parameters without a gradient.
+            ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
@@ -204,7 +209,7 @@ class DistributedDataParallel(UnevenInputs):
             self.reducer.expect_after_transform(local=not self.require_backward_grad_sync)
             return self._call(inputs, kwargs)
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
-        recomputing = self.reducer.in_backward  # by a checkpoint around this module
+        recomputing = self.reducer.in_backward  # in a checkpoint around this module
         if not recomputing:
             self._before(syncing)
         output = self._call(inputs, kwargs)
@@ -215,7 +220,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @compile_callees_only
     def _call(self, inputs: Any, kwargs: Any) -> Any:
-        """Call the module on inputs as it takes them."""
+        """Call the module with inputs on its device and in its dtype."""
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
         outer = TORCHS_DDP._active_ddp_module
@@ -231,7 +236,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @runs_outside_contexts
     def _before(self, syncing: bool) -> None:
-        """What ranks do together before a forward."""
+        """Communicate before a forward, and prepare the backward."""
         step: StepInfo | None = None
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
@@ -241,14 +246,14 @@ class DistributedDataParallel(UnevenInputs):
         if not syncing and (joining or sends_buffers):
             FaultDomain.of(self._group).before_others()
         if syncing:
-            self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
+            self.reducer.recover()  # raises errors of other ranks before the ranks communicate
             self._verify_replicas()
             self._parameter_check.check()
         if joining:
             self.reducer.check_over()
             step = self._exchange_step_info(syncing)
-        # before `prepare`, which may send as well: a rank may come here by a forward without
-        # gradients, and sends the buffers then, but nothing else
+        # before `prepare`, which may send, too: a rank in a forward without gradients sends only
+        # the buffers
         if sends_buffers:
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
@@ -264,7 +269,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @run_as_written
     def _after(self, output: Any, syncing: bool) -> Any:
-        """What ranks do together after a forward; the output that is returned."""
+        """Communicate after a forward, register hooks on its output, and return the output."""
         if syncing and self._merges_buffers():
             runs_outside_contexts(self._buffers_synced.sync)(self._group)
         if self.find_unused_parameters and torch.is_grad_enabled():
@@ -277,10 +282,10 @@ class DistributedDataParallel(UnevenInputs):
         return output
 
     def _note_replica(self, *, changes: bool) -> None:
-        """Digest the parameters if it is time to verify them, before the step's first forward.
+        """Compute the parameters' digest if they are to be verified, before a step's first forward.
 
-        A program may change them on each rank until the forward whose gradients are averaged: in
-        sharpness-aware minimization each rank climbs by its own gradient.
+        Until the forward whose gradients are averaged, a program may change parameters on each
+        rank: in sharpness-aware minimization each rank ascends along its own gradient.
         """
         if not self._is_time_to_verify():
             self._replica = None
@@ -298,7 +303,7 @@ class DistributedDataParallel(UnevenInputs):
         return replica.message(self._group, self.reducer.forward_counts)
 
     def _verify_replicas(self) -> None:
-        """Verify that parameters were equal on all ranks, if an earlier backward has sent them."""
+        """Verify that parameters were equal on all ranks, if a backward has sent their digest."""
         sums = self.reducer.received_replicas()
         if sums is not None and self._sent_replica is not None:
             self._sent_replica.verify(self._group, sums)
@@ -327,11 +332,11 @@ class DistributedDataParallel(UnevenInputs):
     def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients locally: backwards of forwards in this context send nothing.
 
-        The first backward of a forward outside it reduces what has accumulated.
+        The first backward of a forward outside of it reduces the accumulated gradients.
 
         Args:
-            enabled: Whether the context has an effect, so that one loop serves both kinds of
-                backwards: `with net.no_sync(enabled=i + 1 < len(micro_batches)):`.
+            enabled: If False, the context has no effect. One loop can then contain both kinds of
+                backwards, by `with net.no_sync(enabled=i + 1 < len(micro_batches)):`.
 
         Example:
             >>> from gradwire.testing import run_ranks
@@ -354,36 +359,38 @@ class DistributedDataParallel(UnevenInputs):
             self.require_backward_grad_sync = before
 
     def weight(self, weight: float) -> None:
-        """Give the next backward a weight: its number of samples or tokens, say.
+        """Set the weight of the next backward, such as its number of samples or tokens.
 
-        Gradients become Σ n g / Σ n over ranks and over the backwards that have accumulated, where
-        g is the gradient of one rank's mean loss and n its weight: the gradient of the mean over
-        all samples, however they are divided. Call it before each backward, also under
-        `no_sync()`, on every rank or on none; `zero_grad()` after each reduction. Weights travel
-        with the gradients, in no message of their own. A communication hook gets gradients that
-        are weighted already, unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of
-        weight 0 takes no part, even if its gradients are NaN; where all are 0, the gradients are.
+        Gradients become Σ n g / Σ n over ranks and accumulated backwards, where g is the gradient
+        of one rank's mean loss and n its weight. This is the gradient of the mean over all samples,
+        however they are distributed. Call it before each backward, also under `no_sync()`, on every
+        rank or on none, and call `zero_grad()` after each reduction. Weights are sent with the
+        gradients, without a separate message. A communication hook receives weighted gradients,
+        unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of weight 0 contributes
+        nothing, even if its gradients are NaN. If all weights are 0, the gradients are 0.
 
         Until they are reduced, gradients are n g: for parameters in float16 keep n near 1, dividing
-        by a number all ranks know.
+        it by the same number on all ranks.
 
         Args:
-            weight: Finite and 0 or more. It counts once, for all gradients until the next forward.
+            weight: Finite number, at least 0. It counts once, for all gradients until the next
+                forward.
 
         Raises:
-            ArgumentTypeError: Not a number.
-            ArgumentError: Negative, infinite or NaN.
+            ArgumentTypeError: `weight` is not a number.
+            ArgumentError: `weight` is negative, infinite or NaN.
             NotSupportedError: There is no bucket of float32 or float64, or with
                 `skip_all_reduce_unused_params`: register a communication hook.
-            ReductionError: The backward before is to be finalized first, or some of it was sent
-                with another weight.
+            ReductionError: The previous backward was not finalized, or part of it was sent with
+                another weight.
 
-        In backward, on every rank: MismatchError if only some ranks gave a weight; ReductionError
-        if there is none, and weighted gradients of earlier ones; NotSupportedError with
-        `create_graph`, with parameters of two wrappers, and onto gradients already reduced.
+        Backward raises on every rank: MismatchError if only some ranks gave a weight;
+        ReductionError if it has no weight, and `.grad` holds weighted gradients; NotSupportedError
+        with `create_graph`, with parameters of two wrappers, and if `.grad` holds reduced
+        gradients.
 
         Example:
-            One sample on rank 0, three on rank 1: the mean is over four.
+            With one sample on rank 0 and three on rank 1, the mean is over four samples.
 
             >>> from gradwire.testing import run_ranks
             >>> def main():
@@ -401,15 +408,16 @@ class DistributedDataParallel(UnevenInputs):
         """Let `hook(buffers, group)` synchronize buffers, instead of a broadcast from rank 0.
 
         Args:
-            hook: Gets the buffers by name and changes them in place. A future that it returns, or
-                a list of them, is waited for.
-            after_forward: Call it after each training forward, instead of before each forward.
+            hook: Function that receives the buffers by name and changes them in place. It may
+                return a future or a list of futures to wait for.
+            after_forward: If True, it is called after each training forward, instead of before each
+                forward.
 
         Raises:
-            ArgumentTypeError: It cannot be called.
+            ArgumentTypeError: `hook` is not callable.
 
         Example:
-            Running statistics are averaged over ranks.
+            The hook averages running statistics over ranks.
 
             >>> from gradwire.testing import run_ranks
             >>> def average(buffers, group):
@@ -428,8 +436,8 @@ class DistributedDataParallel(UnevenInputs):
 
 
 def _call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-    """A frame that torch.compile compiles: it passes over those of torch.nn's own containers."""
+    """Call the module in a frame that torch.compile compiles, unlike those of torch.nn modules."""
     return module(*inputs, **kwargs)
 
 
-TORCHS_DDP.register(DistributedDataParallel)  # isinstance says so; nothing is inherited
+TORCHS_DDP.register(DistributedDataParallel)  # for isinstance; nothing is inherited

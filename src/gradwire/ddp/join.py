@@ -1,8 +1,8 @@
-"""Uneven inputs: a rank that has run out takes part in the others' steps with zeros.
+"""Uneven inputs: a rank that has run out of batches takes part in the others' steps with zeros.
 
-The ranks meet in `torch.distributed.algorithms.join.Join`. In its context each forward begins with
-one all_reduce, from which ranks that have joined learn what the others do next, and all how many
-are left.
+This uses `torch.distributed.algorithms.join.Join`. In its context each forward begins with one
+all_reduce. From it, ranks that have joined learn the next step of the others, and all ranks learn
+how many are left.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class StepInfo:
 
     Attributes:
         ranks: Number of these ranks.
-        reduce: If True, they reduce gradients.
-        sync_buffers: If True, they synchronize buffers before the forward.
-        merge_buffers: If True, they synchronize buffers after the forward.
+        reduce: True if they reduce gradients.
+        sync_buffers: True if they synchronize buffers before the forward.
+        merge_buffers: True if they synchronize buffers after the forward.
     """
 
     ranks: int
@@ -56,10 +56,10 @@ def exchange_step_info(
     sync_buffers: bool = False,
     merge_buffers: bool = False,
 ) -> StepInfo:
-    """Tell all ranks what those that still have input do next.
+    """Exchange the next step of the ranks that still have input, among all ranks.
 
     Raises:
-        MismatchError: They do not do the same: raised on every rank.
+        MismatchError: Their next steps differ. Raised on every rank.
     """
     device = message_device(group)
     own = [active, reduce, sync_buffers, merge_buffers]
@@ -77,7 +77,7 @@ def exchange_step_info(
 
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
-    """The highest rank in the group that is a candidate; at least one is."""
+    """Return the highest candidate rank of the group, which has at least one."""
     own = group.rank() if candidate else -1
     rank = torch.tensor([own], dtype=torch.int64, device=message_device(group))
     _all_reduce(rank, group, dist.ReduceOp.MAX)
@@ -95,7 +95,7 @@ def _all_reduce(
 
 
 class UnevenInputs(ReducedModule, Joinable):
-    """The part of DistributedDataParallel that takes uneven inputs."""
+    """Base class of DistributedDataParallel that handles uneven inputs."""
 
     broadcast_buffers: bool
     require_forward_param_sync: bool
@@ -110,17 +110,18 @@ class UnevenInputs(ReducedModule, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of batches.
+        """Return a context in which ranks may have different numbers of batches.
 
         A rank that has run out takes part in the others' steps with zeros, and ends with the
-        parameters of a rank that took part in all. From then on, each forward outside of
-        `no_sync()` has one backward, no more and no fewer: else it is a ReductionError.
+        parameters of a rank that took part in all steps. Once a rank has run out, each forward
+        outside of `no_sync()` must have exactly one backward; otherwise ReductionError is raised.
 
         Args:
-            divide_by_initial_world_size: Divide sums by W; if not, by the number of ranks that
-                still have input, also where a hook divides by W itself.
-            enable: Whether the context does anything.
-            throw_on_early_termination: Raise RuntimeError on all ranks when one has run out.
+            divide_by_initial_world_size: If True, sums are divided by W. If False, by the number of
+                ranks that still have input, even if a hook divides by W itself.
+            enable: If False, the context has no effect.
+            throw_on_early_termination: If True, RuntimeError is raised on all ranks when one has
+                run out.
 
         Example:
             >>> from torch import nn
@@ -146,19 +147,21 @@ class UnevenInputs(ReducedModule, Joinable):
         )
 
     def skip_if_any(self, flag: bool | Tensor) -> bool:
-        """Return True on all ranks if any rank passes True: all leave the batch out together.
+        """Return True on all ranks if any rank passes True, so that all leave out the batch.
 
         A rank that leaves out a backward alone is a step ahead of the others from then on. Every
-        rank calls this at the same place, after forward or before it: one small message.
+        rank calls this at the same point, after the forward or before it. It sends one small
+        message.
 
         Args:
-            flag: A bool, or a tensor of one element.
+            flag: Bool, or tensor of one element.
 
         Raises:
-            ArgumentTypeError: Neither.
-            NotSupportedError: In `join()`, where a rank has run out of input: raised on all ranks.
+            ArgumentTypeError: `flag` is neither.
+            NotSupportedError: The call is in `join()`, and a rank has run out of input. Raised on
+                all ranks.
             PeerFailedError: Another rank reported an error.
-            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+            PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
 
         Example:
             >>> from torch import nn
@@ -195,18 +198,18 @@ class UnevenInputs(ReducedModule, Joinable):
         return skipped
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What `Join` runs on a rank that has run out."""
+        """Return the hook that `Join` runs on a rank that has run out of input."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` puts its messages."""
+        """Device of `Join`'s messages."""
         return next(self.module.parameters()).device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group that `Join` meets in."""
+        """Process group of `Join`."""
         return self._group
 
     def _agreed_arguments(self) -> list[tuple[str, str]]:
@@ -222,7 +225,7 @@ class UnevenInputs(ReducedModule, Joinable):
         """Return True if the next forward synchronizes buffers before it runs.
 
         Args:
-            training: If True, it runs with gradients enabled.
+            training: True if it runs with gradients enabled.
         """
         wanted = self.broadcast_buffers and self.require_forward_param_sync
         wanted = wanted and (training or self.sync_buffers_in_eval)
@@ -252,14 +255,14 @@ class UnevenInputs(ReducedModule, Joinable):
 
 
 class _Join(Join):
-    """Torch's, where a rank that is gone while the ranks are counted is an error of ours."""
+    """PyTorch's `Join`, with errors of this package if a rank ends while ranks are counted."""
 
     def _get_num_nonjoined_procs(self) -> int:
         for net in self._joinables:
             if isinstance(net, UnevenInputs):
                 net.reducer.check_over()
         assert isinstance(self._process_group, ProcessGroup)
-        # `notify_join_context` sends a 1 in the default dtype; only a sum of 0 has a meaning
+        # `notify_join_context` sends a 1 in the default dtype; only a sum of 0 matters
         dtype = torch.get_default_dtype()
         count = torch.zeros(1, dtype=dtype, device=self._device)
         _all_reduce(count, self._process_group)
@@ -267,14 +270,14 @@ class _Join(Join):
 
 
 class ShadowHook(JoinHook):
-    """What a rank does that has joined."""
+    """Hook of a rank that has joined: takes part in the steps of the other ranks."""
 
     def __init__(self, net: UnevenInputs) -> None:
         self._net = net
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have input left."""
-        # in the order of DistributedDataParallel.forward: these messages meet those of the others
+        # in the order of DistributedDataParallel.forward, whose messages these match
         net = self._net
         step = exchange_step_info(net._group, active=False)
         if step.reduce:

@@ -1,7 +1,7 @@
-"""A module and its reducer: how the reducer is made, made again, configured, saved and copied.
+"""Module with a reducer, which is created, recreated, configured, saved and copied here.
 
-The `state_dict` is the module's. A hook's state is saved apart from it, by parameter (see
-`hook_state`). A process group is pickled as its name, by which every rank knows it.
+The `state_dict` is that of the module. The state of a communication hook is saved separately, by
+parameter (see `hook_state`). A process group is pickled as its name, which all ranks share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradwire.hooks.bucket import with_buffer
 from gradwire.hooks.stateful import group_from, name_if_group
 
 Change = Callable[[GradBucket], None]
-"""Changes a bucket's gradients in place."""
+"""Function that changes a bucket's gradients in place."""
 
 NOT_PICKLED = (
     "reducer",
@@ -42,14 +42,14 @@ NOT_PICKLED = (
     "_replica",
     "_sent_replica",
 )
-"""Made again for the copy's parameters."""
+"""Attributes recreated for the parameters of a copy."""
 SMALLEST_PIECE_BYTES = 1 << 20
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
 
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """What every reducer of a module is made with: see Reducer."""
+    """Options of a module's reducers, see `Reducer`."""
 
     caps: Sequence[int] | None
     gradient_as_bucket_view: bool
@@ -63,7 +63,7 @@ class ReducerOptions:
     manual_finalization: bool = False
 
     def agreed(self) -> list[tuple[str, str]]:
-        """What decides which messages there are, as `verify_same` has it."""
+        """Return the options that determine the messages, in the format of `verify_same`."""
         given = {
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
@@ -75,18 +75,18 @@ class ReducerOptions:
 
 
 class ReducedModule(nn.Module):
-    """The part of DistributedDataParallel that has the reducer.
+    """Base class of DistributedDataParallel that has the reducer.
 
-    A subclass calls `_make_reducer` when the parameters have their first values.
+    A subclass calls `_make_reducer` once the parameters have their initial values.
 
     Args:
-        module: The module that is wrapped.
-        group: The ranks.
-        ignored: Names of parameters and buffers that are left alone.
-        mixed_precision: The dtypes of forward and reduction, if they are others.
-        options: The reducer's.
-        before_reduce: Changes local gradients before they are reduced.
-        after_reduce: Changes reduced gradients.
+        module: Module to wrap.
+        group: Process group.
+        ignored: Names of parameters and buffers that are neither reduced nor synchronized.
+        mixed_precision: Dtypes of forward and reduction; None for those of the parameters.
+        options: Options of the reducer.
+        before_reduce: Function that changes local gradients before they are reduced.
+        after_reduce: Function that changes reduced gradients.
     """
 
     reducer: Reducer
@@ -113,9 +113,9 @@ class ReducedModule(nn.Module):
         self._hook_state: Any = None
 
     def _make_reducer(self, before: Layout = ()) -> None:
-        """A reducer for the parameters as they are now, with the hook that is registered.
+        """Create a reducer for the current parameters, with the registered hook.
 
-        The hook's state is taken over from the buckets before.
+        The hook's state is converted from the layout of the previous buckets.
         """
         self._precision: Precision | None = None
         if self.mixed_precision is not None:
@@ -158,37 +158,37 @@ class ReducedModule(nn.Module):
     def register_comm_hook(
         self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
     ) -> None:
-        """Let `hook(state, bucket)` communicate gradients, from the next forward on.
+        """Let `hook(state, bucket)` communicate gradients from the next forward on.
 
-        May be called again to replace the hook; None brings back the mean.
+        Another call replaces the hook; None restores the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks a process group, or None for the
-                module's; None for a `StatefulHook`, which has its own. `comm_hook_state_dict` gives
-                what it holds, for saving.
-            hook: As `gradwire.hooks.CommHook` has it, a `gradwire.hooks.StatefulHook`, or
-                the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
+            state: First argument of the hook. For the hooks of `gradwire.hooks` a process group, or
+                None for the module's group; None for a `StatefulHook`, which has its own state.
+                `comm_hook_state_dict` returns its contents, for saving.
+            hook: Function of type `gradwire.hooks.CommHook`, a `gradwire.hooks.StatefulHook`, or
+                the name of one of `gradwire.hooks`; PyTorch's own hooks work unchanged. The same on
                 every rank.
 
         Raises:
-            ArgumentTypeError: Not a hook.
-            ArgumentError: No hook of that name, or a `StatefulHook` and another state.
+            ArgumentTypeError: `hook` is not a hook.
+            ArgumentError: There is no hook of that name, or a `StatefulHook` has another state.
         """
         if hook is None and state is not None:
             raise ArgumentTypeError(
                 f"hook is None, and state is {state!r}: pass the state first, then the hook; "
-                "register_comm_hook(None, None) brings back the mean"
+                "register_comm_hook(None, None) restores the mean"
             )
         chosen = get_hook(hook) if isinstance(hook, str) else hook
         if chosen is not None:
-            bind_hook(state, chosen)  # raises what is to be raised before anything is changed
+            bind_hook(state, chosen)  # raises before anything is changed
         self._hook, self._hook_state = chosen, state
         self._apply_hook()
 
     def comm_hook_state_dict(self) -> dict[str, Any]:
-        """What has to be saved of the communication hook's state; empty if there is nothing.
+        """Return the part of the communication hook's state to save; empty if there is none.
 
-        It differs between ranks where the state does. `state_dict` holds nothing of it.
+        It differs between ranks if the state does. `state_dict` does not include it.
 
         Example:
             >>> import torch
@@ -206,9 +206,9 @@ class ReducedModule(nn.Module):
         return save_state(self.reducer.hook_state, self.reducer.layout)
 
     def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put what `comm_hook_state_dict` gave into the state of the hook that is registered.
+        """Load the result of `comm_hook_state_dict` into the registered hook's state.
 
-        Buckets become those it was saved with, if something in it is kept by bucket.
+        If part of the state is kept by bucket, buckets become those at the time of saving.
 
         Raises:
             ArgumentError: No hook with a state is registered.
@@ -219,43 +219,43 @@ class ReducedModule(nn.Module):
             self.reducer.set_layout(saved["layout"])
         load_state(self.reducer.hook_state, saved, self.reducer.layout)
 
-    # -- the end of a backward -------------------------------------------------------------
+    # -- end of a backward -----------------------------------------------------------------
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether each backward that is reduced waits for a call of `finalize_backward`.
+        """True if each reduced backward waits for a call of `finalize_backward`.
 
-        Other communication, or other work of the same backward, then overlaps with the buckets'.
+        Other communication, or other work of the same backward, then overlaps with the reduction.
         Set it before a forward, the same on every rank.
 
         Raises:
-            ReductionError: Set while a backward is not finished.
+            ReductionError: It was set while a backward was not finished.
         """
         return self.reducer.manual_finalization
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         self.reducer.manual_finalization = required
-        # for a reducer that is made again
+        # for reducers created later
         self._reducer_options = replace(self._reducer_options, manual_finalization=required)
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether the next backward has to return before `finalize_backward` is called.
+        """True if the next backward must return before `finalize_backward` is called.
 
-        So it is in the first one, from which buckets are assigned. In others a hook of backward
-        may call it, once all parameters have their gradients.
+        This holds for the first backward, from which buckets are assigned. In later ones a hook of
+        backward may call it once all parameters have their gradients.
         """
         return self.reducer.must_return_first
 
     def finalize_backward(self) -> None:
-        """Wait for the buckets of a backward, and put what came back into the gradients.
+        """Wait for the buckets of a backward, and write the results to the gradients.
 
-        Every rank calls it once for each backward that is reduced, where
-        `require_manual_backward_finalization` is set: after that backward, or in one of its hooks.
+        If `require_manual_backward_finalization` is set, every rank calls this once for each
+        backward that is reduced: after that backward, or in one of its hooks.
 
         Raises:
-            ReductionError: It is not set, nothing was reduced, or gradients are yet to come.
+            ReductionError: It is not set, nothing was reduced, or gradients are missing.
             PeerFailedError: Another rank reported an error.
 
         Example:
@@ -275,11 +275,11 @@ class ReducedModule(nn.Module):
         """
         self.reducer.finalize()
 
-    # -- another group, other parameters, copies -------------------------------------------
+    # -- changes of group and parameters, copies -------------------------------------------
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The group. Set another one, on each of its ranks, and gradients are reduced over it."""
+        """Process group. Setting another one, on each of its ranks, reduces over that group."""
         return self._group
 
     @process_group.setter
@@ -291,25 +291,25 @@ class ReducedModule(nn.Module):
 
     @runs_outside_contexts
     def refit(self) -> None:
-        """Take in parameters that were added, replaced, frozen or thawed: every rank calls.
+        """Include parameters that were added, replaced, frozen or thawed. Every rank calls this.
 
-        New parameters start as rank 0's. Give them to the optimizer, too.
+        New parameters start with rank 0's values. Add them to the optimizer, too.
 
         Raises:
-            MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
+            MismatchError: The ranks' models differ. Raised on every rank with the parameter's name.
         """
         named = check_module(self.module, self.parameters_to_ignore)
         self._take_values_of_rank_0(named, {})
         self._make_reducer(self.reducer.layout)
 
     def _agreed_arguments(self) -> list[tuple[str, str]]:
-        """Return the arguments that must be equal on all ranks, as `verify_same` takes them."""
+        """Return the arguments that must be equal on all ranks, in the format of `verify_same`."""
         return self._reducer_options.agreed()
 
     def _take_values_of_rank_0(
         self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Verify that the ranks' models are the same, and take rank 0's values."""
+        """Verify that the ranks' models match, and take rank 0's values."""
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         changes = {"before_reduce": self._before_reduce, "after_reduce": self._after_reduce}
@@ -324,7 +324,7 @@ class ReducedModule(nn.Module):
         state["_group"] = name_if_group(self._group)
         state["_layout"] = self.reducer.layout
         state["_hook_state"] = name_if_group(self._hook_state)
-        # PyTorch's own states leave it out of a copy, and have the default group there
+        # the states of PyTorch's hooks do not copy their group: a copy has the default group
         state["_hook_group"] = name_if_group(getattr(self._hook_state, "process_group", None))
         return state
 
@@ -338,19 +338,19 @@ class ReducedModule(nn.Module):
             self._hook_state.process_group = hook_group
         self._make_reducer(before)
 
-    # -- what can be asked -----------------------------------------------------------------
+    # -- information -----------------------------------------------------------------------
 
     def logging_data(self) -> LoggingData:
-        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
+        """Return buckets, unused parameters and times of the last step that reduced gradients."""
         return self.reducer.logging_data()
 
-    # asked for by programs that take this for PyTorch's class, without gradwire.compat too
+    # used by programs that expect PyTorch's class, also without gradwire.compat
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Bytes in a bucket, at least 1 MiB: torch.compile cuts graphs into pieces of that many.
+        """Size of a bucket in bytes, at least 1 MiB: torch.compile splits graphs at this size.
 
-        It takes no fewer.
+        torch.compile accepts no smaller size.
         """
         caps = self._reducer_options.caps
         return max(BUCKET_BYTES if caps is None else caps[-1], SMALLEST_PIECE_BYTES)
@@ -364,7 +364,7 @@ def _check_change(change: Change | None, name: str) -> Change | None:
     """Return the function, or None.
 
     Raises:
-        ArgumentTypeError: It cannot be called.
+        ArgumentTypeError: `change` is not callable.
     """
     if change is not None and not callable(change):
         raise ArgumentTypeError(f"{name} is {change!r}: pass a function of a GradBucket")

@@ -19,30 +19,30 @@ from gradwire.hooks.stateful import group_from, name_if_group
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the whole batch, of which each rank holds a share.
+    """Batch norm over a batch that is distributed over the ranks.
 
-    As `torch.nn.SyncBatchNorm`, and on the CPU, too. Statistics and gradients are those of
-    `torch.nn.BatchNorm` on all ranks' samples together: shares of different sizes, empty ones
-    included, count each sample the same. Two messages of a few bytes a channel in each training
-    forward, and two in its backward. Evaluation, and a group of one rank, send nothing.
+    Like `torch.nn.SyncBatchNorm`, but on the CPU, too. Statistics and gradients are those of
+    `torch.nn.BatchNorm` on the samples of all ranks. Each sample counts the same, whatever the
+    number of samples on its rank, which may be zero. Each training forward sends two messages of a
+    few bytes per channel, and so does its backward. In evaluation, or in a group of one rank,
+    nothing is sent.
 
-    Adjoint convention: the objective is the sum of all ranks' losses, as everywhere in
-    `gradwire.collectives`.
+    Adjoint convention: the objective is the sum of all ranks' losses, as in `gradwire.collectives`.
 
     Args:
         num_features: Number of channels, the size of dim 1 of an input.
         eps: Number added to the variance.
         momentum: Weight of a batch's statistics in the running ones; None for their mean.
-        affine: Learn a weight, and a bias.
-        track_running_stats: Keep running statistics, and evaluate with them.
+        affine: If True, a weight and a bias are learned.
+        track_running_stats: If True, running statistics are kept and used for evaluation.
         process_group: Process group; None for the default group.
         device: Device of parameters and running statistics.
         dtype: Dtype of parameters and running statistics.
-        bias: If False, learn no bias.
+        bias: If False, no bias is learned.
 
     Raises:
         ArgumentError: This rank is not in the group.
-        ArgumentTypeError: `process_group` is no process group.
+        ArgumentTypeError: `process_group` is not a process group.
 
     Example:
         >>> from gradwire.ddp import SyncBatchNorm
@@ -83,11 +83,11 @@ class SyncBatchNorm(_BatchNorm):
         super().__setstate__({**state, "process_group": group})  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize an input of shape (n, channels, ...), n differing by rank.
+        """Normalize an input of shape (n, channels, ...), where n may differ between ranks.
 
         Raises:
-            ArgumentError: Its dims or channels are not as expected, or all ranks together have
-                fewer than two values for a channel in training.
+            ArgumentError: The input has a wrong number of dims or channels, or all ranks together
+                have fewer than two values per channel in training.
         """
         if input.dim() < 2 or input.size(1) != self.num_features:
             raise ArgumentError(
@@ -111,14 +111,14 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     def _group(self) -> ProcessGroup | None:
-        """Return the group, if there are others in it."""
+        """Return the group if it has other ranks."""
         group = self.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
 
     def _factor(self) -> float:
-        """Return the share of this batch's statistics in the running ones."""
+        """Return the weight of this batch's statistics in the running ones."""
         if self.momentum is not None:
             return self.momentum
         tracked = self.num_batches_tracked
@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalize(self, x: Tensor, group: ProcessGroup) -> Tensor:
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # float64: a float32 count is rounded from 2**24 values on
+        # float64, because float32 rounds counts from 2**24 on
         count = torch.tensor([x.numel() // x.size(1)], dtype=torch.float64, device=x.device)
         total = all_reduce(torch.cat([wide.sum(dims).double(), count]), group=group)
         number = total[-1].detach()
@@ -158,17 +158,17 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: ProcessGroup | None = None
     ) -> nn.Module:
-        """Put this class in the place of all batch norms in a module.
+        """Replace all batch norms in a module by this class.
 
-        The new layers have the old ones' parameters and running statistics themselves. Call it
-        before the module is wrapped and before the optimizer is made.
+        The new layers share the parameters and running statistics of the old ones. Call this before
+        the module is wrapped and before the optimizer is created.
 
         Args:
-            module: Changed in place.
-            process_group: The ranks of the new layers; None means the default group.
+            module: Module, changed in place.
+            process_group: Process group of the new layers; None for the default group.
 
         Returns:
-            The module; a new layer if it is a batch norm itself.
+            The module, or a new layer if it is a batch norm itself.
 
         Raises:
             ArgumentError: A lazy layer has no shape yet.

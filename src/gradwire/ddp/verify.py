@@ -1,6 +1,6 @@
-"""Verify that all ranks hold the same model, and later that replicas are still equal.
+"""Verification that all ranks have the same model, and later that replicas are still equal.
 
-Digests are exchanged; descriptions only where they differ.
+Ranks exchange digests, and descriptions only if digests differ.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ REPLICAS_REMEDY = (
 )
 SMALL_BYTES = 64 << 10
 COLUMNS = 64
-"""Of a tensor's bytes, as int64: their sums are its digest, for a pass over its memory."""
+"""Number of int64 columns of a tensor's bytes: their sums, from one pass, form its digest."""
 Description = list[tuple[str, str]]
-"""For each parameter and buffer, in order: its name, and all else that must agree."""
+"""Name of each parameter and buffer, in order, with the properties that must agree."""
 
 
 def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description:
-    """Names and what must agree of tensors.
+    """Return the names of tensors with the properties that must agree.
 
     Example:
         >>> describe([("weight", torch.zeros(2, 3))], "parameter")
@@ -63,17 +63,17 @@ def verify_same(
 ) -> None:
     """Raise on every rank if any rank's description differs.
 
-    Sent: 32 bytes a rank; the descriptions only if the digests differ.
+    Each rank sends 32 bytes, and its description only if the digests differ.
 
     Args:
-        group: The ranks.
-        own: This rank's description.
-        what: What is described, for the message.
-        remedy: What to do where they differ, for the message.
+        group: Process group.
+        own: Description of this rank.
+        what: Name of the compared objects, for the message.
+        remedy: Advice for the message.
 
     Raises:
-        MismatchError: Names the first difference and each rank's value.
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        MismatchError: Descriptions differ; has the first difference and each rank's value.
+        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
     """
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     device = message_device(group)
@@ -97,12 +97,12 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
 
 
 class Replica:
-    """One rank's parameters as they are now, to be compared with the others' by `verify`.
+    """Snapshot of one rank's parameters, which `verify` compares with the other ranks'.
 
     Args:
-        named: The parameters by name; those of other types than torch's own are left out.
-        step: The step after which they are compared.
-        changes: True if they may have changed when they are compared.
+        named: Names and parameters; subclasses of Parameter are left out.
+        step: Step after which they are compared.
+        changes: True if the parameters may change before they are compared.
     """
 
     def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
@@ -121,9 +121,9 @@ class Replica:
         """Return what is added up over the ranks: a row for each, of which this rank fills its own.
 
         Args:
-            group: The ranks.
-            forwards: How many forwards without a backward this rank has had, and how many in all:
-                ranks may differ in one of them.
+            group: Process group.
+            forwards: Numbers of this rank's forwards without a backward, and of all its forwards.
+                Ranks may differ in one of the two.
         """
         self._forwards = f"{forwards[0]} of {forwards[1]}"
         rows = torch.zeros(group.size(), DIGEST_NUMBERS + 2, dtype=torch.int64)
@@ -135,11 +135,11 @@ class Replica:
         """Raise on every rank if the ranks' parameters were not equal, bit by bit.
 
         Args:
-            group: The ranks.
-            sums: Of their messages.
+            group: Process group.
+            sums: Sum of the ranks' messages.
 
         Raises:
-            MismatchError: Names the first parameter that differs and each rank's digest of it.
+            MismatchError: Parameters differ; has the name of the first one and each rank's digest.
         """
         same = (sums == sums[0]).all(0).tolist()
         if all(same[:DIGEST_NUMBERS]) and any(same[DIGEST_NUMBERS:]):
@@ -161,7 +161,7 @@ def digest(tensors: Sequence[Tensor]) -> bytes:
     with torch.no_grad():
         for part in (part for t in tensors for part in dense_parts(t.detach())):
             flat = part.resolve_conj().resolve_neg().reshape(-1)
-            if flat.nbytes < SMALL_BYTES:  # one pass for many
+            if flat.nbytes < SMALL_BYTES:  # one pass over many small tensors
                 small.setdefault((flat.device, flat.dtype), []).append(flat)
             else:
                 sums.setdefault(flat.device, []).append(_column_sums(flat))
