@@ -255,7 +255,8 @@ class ReducedModule(nn.Module):
         backward that is reduced: after that backward, or in one of its hooks.
 
         Raises:
-            ReductionError: It is not set, nothing was reduced, or gradients are missing.
+            ReductionError: Finalization is not manual, nothing was reduced, or gradients are
+                missing.
             PeerFailedError: Another rank reported an error.
 
         Example:
