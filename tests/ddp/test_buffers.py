@@ -95,15 +95,15 @@ def test_expanded_sparse_and_inference_buffers():
     }
 
     def make(name, rank):
-        if name == "inference":
+        if name.startswith("inference"):
             with torch.inference_mode():
-                return torch.full((3,), 1.0 + rank)
+                return torch.full((1,) if "expanded" in name else (3,), 1.0 + rank).expand(3)
         return values[name](rank)
 
     def main(inference):
         rank = dist.get_rank()
         module = nn.Linear(1, 1)
-        names = [*values, "inference"]
+        names = [*values, "inference", "inference_expanded"]
         for name in names:
             module.register_buffer(name, make(name, rank))
         net = DistributedDataParallel(module)
@@ -175,6 +175,56 @@ def test_a_graph_keeps_the_buffer_that_it_has_saved_when_modules_were_made_since
         return net.module.layer.bias.grad.tolist()
 
     assert run_ranks(main, 2) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("registered", [False, True])
+def test_an_expanded_buffer_that_a_graph_has_saved(view, registered):
+    """All ranks send its distinct elements, whether they copy the buffer or not."""
+
+    def expanded(value):
+        return torch.full((1,), value).expand(2)
+
+    def main():
+        rank = dist.get_rank()
+        module, x = Scaled(view=view), torch.ones(1, 2)
+        if registered:
+            module.scale = expanded(2.0 + rank)
+        net = DistributedDataParallel(module)
+        module.scale = None  # what takes its place is looked at once more
+        module.scale = expanded(2.0 + rank)
+        buffer = module.scale
+        for i in range(2):
+            net.zero_grad()
+            outputs = []
+            for k in range(3):
+                if rank == 0:
+                    module.scale = expanded(2.0 + 3 * i + k)
+                outputs.append(net(x))
+            sum(outputs).sum().backward()
+            assert module.layer.bias.grad.tolist() == [3 * (3.0 + 3 * i)] * 2
+        if rank:
+            assert module.scale is buffer
+        assert module.scale.stride() == (0,)
+        return module.scale.tolist()
+
+    assert run_ranks(main, 2) == [[7.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
+def test_an_expanded_buffer_of_a_tensor_that_is_held_is_written_in_place(each_backend):
+    def main():
+        net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+        own = torch.full((1,), 2.0 + dist.get_rank())
+        net.module.register_buffer("more", own.expand(2))
+        graph = net(x) * net.module.more
+        if dist.get_rank() == 0:
+            own.fill_(5.0)
+        net(x)
+        del graph
+        return own.item(), net.module.more.tolist()
+
+    assert run_ranks(main, 2) == [(5.0, [5.0, 5.0])] * 2
 
 
 def test_a_saved_buffer_in_shared_memory_is_an_error():

@@ -127,8 +127,6 @@ def make_program(seed: int) -> Program:
     if program.norm == "sync":  # the reference has the sum of its gradients, and no rank's part
         program = replace(program, changes=tuple(c for c in program.changes if c != "before"))
     actions = [draw_action(rng, program) for _ in range(rng.randint(3, 9))]
-    if any(a.what == "expanded" for a in actions):  # a view that a graph has saved is an error
-        actions = [replace(a, what="") if a.what in ("two", "both") else a for a in actions]
     return replace(program, actions=(*actions, Action("step")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules import module as torch_module
 
+from gradwire._scope import outside_contexts
 from gradwire.ddp.broadcast import broadcast_values, dense_parts
 from gradwire.ddp.buckets.ownership import uses
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
@@ -119,7 +121,7 @@ class Buffers:
             held: dict[str, Tensor] = {}
             if self.hook is not None or group.rank() != root:  # the root's buffers are not written
                 held = {n: b for n, b in named.items() if self._is_held(n, b)}
-            written = {**named, **{n: b.clone() for n, b in held.items()}} if held else named
+            written = {**named, **{n: _copy(b) for n, b in held.items()}} if held else named
             if self.hook is None:
                 broadcast_values(group, written.items(), group_src=root)
             else:
@@ -138,12 +140,24 @@ class Buffers:
         return (_holders(buffer) > 1 and name not in self._aliased) or buffer.is_inference()
 
 
+def _copy(buffer: Tensor) -> Tensor:
+    """Return a copy that is expanded like the buffer, so that all ranks send the same bytes."""
+    if buffer.layout != torch.strided:
+        return buffer.clone()
+    (distinct,) = dense_parts(buffer)
+    if distinct.shape == buffer.shape:
+        return buffer.clone()
+    return distinct.clone().expand(buffer.shape).detach()  # detached, so that it is not a view
+
+
 def _take_values(buffer: Tensor, values: Tensor) -> None:
     """Give a buffer new values; other references to it keep the old ones."""
     if _have_same_bits(buffer, values):
         return
     if buffer.is_inference():
         with torch.inference_mode():
+            if buffer.layout == torch.strided:  # an expanded one is not written as a whole
+                (buffer,), (values,) = dense_parts(buffer), dense_parts(values)
             buffer.copy_(values)
     else:
         # the Python object, which modules and users reference, gets the new memory; a graph saves
@@ -159,16 +173,36 @@ def _have_same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
 
 
 def _is_aliased(buffer: Tensor) -> bool:
-    """Return True if other tensors share the buffer's memory: then it is written in place."""
-    shares = buffer.layout == torch.strided and uses(buffer) > 1
-    return shares or buffer._is_view() or _holders(buffer) > 1
+    """Return True if other tensors share the buffer's memory: then it is written in place.
+
+    A view that holds the only reference to its base, such as `torch.ones(1).expand(5)`, does not.
+    """
+    base_held = buffer._is_view() and _base_references(buffer) > _UNSHARED_BASE
+    shares = buffer.layout == torch.strided and uses(buffer) > 1 + buffer._is_view()
+    return shares or base_held or _holders(buffer) > 1
+
+
+def _base_references(view: Tensor) -> int:
+    """Return the number of references to the Python object of a view's base."""
+    return sys.getrefcount(view._base)
+
+
+with outside_contexts():
+    _UNSHARED_BASE = _base_references(torch.empty(1, dtype=torch.float32).view(1))
+    """References to a base that only its view holds."""
 
 
 def _holders(tensor: Tensor) -> int:
-    """Return the number of C++ references to a tensor, including that of its Python object."""
+    """Return the number of C++ references to a tensor, including that of its Python object.
+
+    A reference to a view of the tensor counts: a view of a view holds the base.
+    """
     count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
+    if tensor._is_view():
+        # less those of the view itself and of the Python object
+        count += tensor._base._use_count() - 2  # type: ignore[union-attr]
     return count
