@@ -54,19 +54,10 @@ IDIOMS = [
 IDIOM = re.compile("|".join(IDIOMS), re.IGNORECASE)
 
 
-PENDING = (
-    "src/gradwire/ddp",
-    "docs",
-)
-"""Places that are not rewritten yet."""
-
-
 def files(root: str) -> list[Path]:
     """Return the sources or pages below a folder, or the page itself."""
     path = ROOT / root
-    found = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.md")]
-    names = {p: str(p.relative_to(ROOT)) for p in found}
-    return sorted(p for p, name in names.items() if not name.startswith(PENDING))
+    return [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
