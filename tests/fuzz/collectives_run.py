@@ -112,7 +112,8 @@ def differences(plan: Plan, seen: Sequence[Seen], expected: Reference) -> Iterat
     """What is not as it should be, forward first."""
     eps = max(EPS.get(kind, 0) for kind in _dtypes(plan))
     # Gradients of repeated numbers are added up one by one.
-    eps *= 1 + max(math.prod(shape) for step in plan.steps for shape in step.shapes) / 500
+    sizes = [math.prod(shape) for step in plan.steps for shape in step.shapes]
+    eps *= 1 + max(sizes, default=0) / 500
     for rank, own in enumerate(seen):
         yield from (f"rank {rank}: {what}" for what in own.wrong)
     for step in plan.steps:
