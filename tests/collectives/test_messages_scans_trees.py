@@ -117,6 +117,17 @@ def test_halos_of_uneven_slabs(wrap):
     assert run_ranks(main, 3) == [True] * 3
 
 
+def test_second_derivatives_through_a_halo_of_an_empty_slab():
+    def main():
+        x = torch.ones(dist.get_rank(), dtype=torch.float64, requires_grad=True)
+        y = C.halo_exchange(x + 0, 0)
+        (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        # Ranks with elements wait in the second backward for those without.
+        return torch.autograd.grad(gradient.sum(), x)[0].tolist()
+
+    assert run_ranks(main) == [[], [6.0]]
+
+
 def tree():
     """Several dtypes, shapes and containers; 4 rows each."""
     base = torch.arange(24.0).view(4, 6) + dist.get_rank()

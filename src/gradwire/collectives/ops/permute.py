@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.args.validation import check_dense, resolve_group
 from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
+from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.checked import run_checked
@@ -219,7 +219,7 @@ def halo_exchange(
         parts.insert(0, shift(x.narrow(dim, size - before, before), 1, **options))
     if after:
         parts.append(shift(x.narrow(dim, 0, after), -1, **options))
-    return torch.cat(parts, dim)
+    return concat(parts, dim)
 
 
 def _width_pair(widths: object) -> tuple[int, int]:
