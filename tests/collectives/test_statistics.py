@@ -92,3 +92,63 @@ def test_duplicate_dims_are_refused() -> None:
             C.mean(torch.ones(3), (0, -1))
 
     run_ranks(member, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, float("inf")])
+def test_second_derivatives_of_norms_at_zeros(p: float, dtype: torch.dtype) -> None:
+    whole = torch.tensor([3, 0, 0, -4], dtype=dtype)
+    vector = torch.tensor([1, 2, 3, 4], dtype=dtype)
+
+    def product(norm: Callable[[Tensor], Tensor], x: Tensor, vector: Tensor) -> Tensor:
+        """Multiply the second derivatives by a vector."""
+        x.requires_grad_()
+        y = norm(x)
+        (gradient,) = torch.autograd.grad(y * y, x, create_graph=True)
+        return torch.autograd.grad((gradient * vector.conj()).real.sum(), x)[0].resolve_conj()
+
+    def member() -> tuple[Tensor, Tensor]:
+        mine = [x.split([4, 0])[dist.get_rank()].clone() for x in (whole, vector)]
+        zeros = torch.zeros(2, dtype=dtype)
+        return product(lambda x: C.norm(x, p, 0), *mine), product(
+            lambda x: C.norm(x, p, 0), zeros, vector[:2]
+        )
+
+    (result, at_zero), _ = run_ranks(member)
+    expected = product(lambda x: torch.linalg.vector_norm(x, p), whole, vector)
+    torch.testing.assert_close(result, 2 * expected)  # of both ranks
+    assert not at_zero.any()
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_second_derivatives_of_statistics_with_an_empty_rank(name: str) -> None:
+    ours, torchs = STATISTICS[name]
+    whole = torch.tensor([1.5, 0.0, -2.0, 1.0], dtype=torch.float64)
+
+    def second(statistic: Callable[[Tensor], Tensor], x: Tensor, ranks: int) -> Tensor:
+        x.requires_grad_()
+        loss = statistic(x).square().sum() / ranks
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        # The ranks call a second backward together, those without elements too.
+        assert gradient.requires_grad
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    def member() -> Tensor:
+        x = whole[: dist.get_rank() * 4].clone()
+        return second(lambda x: ours(x, 0), x, 1 if name == "softmax" else 2)
+
+    results = run_ranks(member)
+    torch.testing.assert_close(torch.cat(results), second(torchs, whole.clone(), 1))
+
+
+@pytest.mark.parametrize("name", ["mean", "var"])
+def test_second_derivatives_of_statistics_without_results(name: str) -> None:
+    def member() -> None:
+        x = torch.zeros(0, 3, dtype=torch.float64, requires_grad=True)
+        loss = STATISTICS[name][0](x, 1).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        # A second backward continues to the collectives before, in which other ranks wait.
+        assert gradient.requires_grad
+        assert torch.autograd.grad(gradient.sum(), x)[0].shape == x.shape
+
+    run_ranks(member)

@@ -173,13 +173,20 @@ def statistic(xs: Ranks, step: Step) -> Ranks:
         y = {
             "mean": lambda: numbers.mean(-1),
             "var": lambda: _variance(numbers, step.args["correction"]),
-            "norm": lambda: torch.linalg.vector_norm(numbers, step.args["p"], -1),
+            "norm": lambda: _norm(numbers, step.args["p"]),
             "logsumexp": lambda: numbers.logsumexp(-1),
         }[step.op]()
     if step.args["keepdim"]:
         for d in sorted(dims):
             y = y.unsqueeze(d)
     return [y] * len(xs)
+
+
+def _norm(numbers: Tensor, p: float) -> Tensor:
+    """Return the norm; where it is 0, torch's has second derivatives that are nan, and this 0."""
+    is_zero = (numbers == 0).all(-1)
+    numbers = torch.where(is_zero.unsqueeze(-1), 1, numbers)
+    return torch.where(is_zero, 0, torch.linalg.vector_norm(numbers, p, -1))
 
 
 def _variance(numbers: Tensor, correction: float) -> Tensor:

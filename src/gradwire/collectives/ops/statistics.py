@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.args.validation import check_dense, resolve_group
+from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.collectives.wire import wider
 from gradwire.errors import ArgumentError
@@ -121,7 +122,8 @@ def norm(
     if not p >= 1:
         raise ArgumentError(f"p is {p}: give a number of at least 1, or inf")
     group = resolve_group(group)
-    size = _wide(x).abs()
+    wide = _wide(x)
+    size = wide.abs()
     dims = _dims(x, dim)
     if p == float("inf"):
         # The norm of no elements is 0.
@@ -129,7 +131,15 @@ def norm(
         return _squeezed(top, dims, keepdim).to(x.real.dtype)
     scale = _maximum(size.detach(), dims, group, check)
     scale = torch.where((scale == 0) | scale.isinf(), 1, scale)
-    total = all_reduce(_sum((size / scale) ** p, dims), group=group, check=check)
+    if p % 2 == 0:
+        # Not of abs, whose derivatives at 0 are 0, unlike those of the square.
+        squares = (wide.real / scale).square()
+        if x.is_complex():
+            squares = squares + (wide.imag / scale).square()
+        powers = squares if p == 2 else squares ** (p / 2)
+    else:
+        powers = (size / scale) ** p
+    total = all_reduce(_sum(powers, dims), group=group, check=check)
     # The root has an infinite slope at 0: keep value and gradient from passing through it there.
     is_zero = total == 0
     root = torch.where(is_zero, 1, total) ** (1 / p)
@@ -222,7 +232,7 @@ def _sum_and_count(
     dims = _dims(x, dim)
     part = _sum(x, dims)
     count = part.new_full((1,), _count(x, dims))
-    both = all_reduce(torch.cat([part.reshape(-1), count]), group=group, check=check)
+    both = all_reduce(concat([part.reshape(-1), count]), group=group, check=check)
     total = _squeezed(both[:-1].reshape(part.shape), dims, keepdim)
     return total, both[-1].detach().real
 
