@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
@@ -177,3 +178,19 @@ def test_too_few_values():
             SyncBatchNorm(3)(own)
 
     run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("hook", [hooks.TopK, hooks.LowRank])
+def test_a_hook_of_several_collectives_on_the_same_group(hook):
+    """Its later collectives are sent from callbacks, in the same order on all ranks."""
+
+    def main(hook):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(6, 6), SyncBatchNorm(6)) for _ in range(4)]
+        net = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-4)
+        net.register_comm_hook(None, hook(1.0) if hook is hooks.TopK else hook(6, min_saving=1))
+        for _ in range(20):
+            x = torch.randn(4, 6) + dist.get_rank()
+            (net(x) + net(x + 1)).square().mean().backward()
+
+    run_ranks(main, 2, args=(hook,), timeout=30)

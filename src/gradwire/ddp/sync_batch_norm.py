@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
+from gradwire.ddp.faults.other_messages import wait_for_hook
 from gradwire.errors import ArgumentError
 from gradwire.hooks.stateful import group_from, name_if_group
 
@@ -26,6 +27,9 @@ class SyncBatchNorm(_BatchNorm):
     number of samples on its rank, which may be zero. Each training forward sends two messages of a
     few bytes per channel, and so does its backward. In evaluation, or in a group of one rank,
     nothing is sent.
+
+    The sums wait for a communication hook that still sends messages in the same group, such as
+    `TopK`. A layer with its own `process_group` does not wait.
 
     Adjoint convention: the objective is the sum of all ranks' losses, as in `gradwire.collectives`.
 
@@ -129,7 +133,7 @@ class SyncBatchNorm(_BatchNorm):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # float64, because float32 rounds counts from 2**24 on
         count = torch.tensor([x.numel() // x.size(1)], dtype=torch.float64, device=x.device)
-        total = all_reduce(torch.cat([wide.sum(dims).double(), count]), group=group)
+        total = _all_reduce(torch.cat([wide.sum(dims).double(), count]), group)
         number = total[-1].detach()
         if x.is_cpu and number < 2:
             raise ArgumentError(
@@ -138,7 +142,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = total[:-1] / number
         centred = wide - mean.to(wide.dtype).view(shape)
-        squares = all_reduce(centred.square().sum(dims).double(), group=group)
+        squares = _all_reduce(centred.square().sum(dims).double(), group)
         self._track(mean.detach(), squares.detach() / (number - 1))
         out = centred * (squares / number + self.eps).rsqrt().to(wide.dtype).view(shape)
         if self.weight is not None:
@@ -208,3 +212,12 @@ class SyncBatchNorm(_BatchNorm):
             setattr(new, name, getattr(layer, name))
         new.training = layer.training
         return new
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over ranks; in both passes, after what a communication hook sends from callbacks."""
+    wait_for_hook(group)
+    total = all_reduce(x, group=group)
+    if total.requires_grad:
+        total.register_hook(lambda _: wait_for_hook(group))
+    return total

@@ -12,7 +12,7 @@ from functools import partial
 from torch.distributed import ProcessGroup, Work
 
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.waiting import wait_work
+from gradwire.ddp.faults.waiting import wait_future, wait_work
 from gradwire.ddp.group import backend_errors
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
@@ -59,3 +59,20 @@ def wait_for_message(
         if domain.broken is None:
             domain.give_up(failure, failure.__cause__)
         raise
+
+
+def wait_for_hook(group: ProcessGroup) -> None:
+    """Wait for the communication hook that may still send messages in the group from callbacks.
+
+    Messages sent after this call follow the hook's on all ranks.
+
+    Raises:
+        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not take part in time.
+        BrokenGroupError: The group failed before.
+    """
+    domain = FaultDomain.known(group)
+    if domain is None or domain.hook_future is None:
+        return
+    poll = partial(domain.poll_lost, look=True)
+    if late := wait_future(domain.hook_future, poll, domain.seconds):
+        domain.give_up(domain.translate(late, "a communication hook"), late)
