@@ -104,7 +104,7 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
         return result
     if result.numel() != buffer.numel():
         raise HookError(
-            f"{prefix} is a tensor of {result.numel()} elements, the bucket has {buffer.numel()}: "
+            f"{prefix} has {result.numel()} elements, the bucket has {buffer.numel()}: "
             "return a tensor like its buffer"
         )
     return flatten(result)
