@@ -241,9 +241,10 @@ def by_reduce(group, bucket):
 
 def by_all_gather(group, bucket):
     buffer = bucket.buffer()
-    gathered = buffer.new_empty(group.size(), buffer.numel())
+    gathered = buffer.new_empty(group.size() * buffer.numel())
     work = dist.all_gather_into_tensor(gathered, buffer, group=group, async_op=True)
-    return work.get_future().then(lambda _: buffer.copy_(gathered.mean(0)))
+    rows = gathered.view(group.size(), -1)
+    return work.get_future().then(lambda _: buffer.copy_(rows.mean(0)))
 
 
 def by_all_to_all(group, bucket):
