@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import broadcast_options, message_device
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
 from gradwire.shm.group.process_group import Operations
 from gradwire.shm.register import member_of
 
@@ -199,7 +200,7 @@ def _broadcast(
     tensors = [inner for tensor in tensors for inner in inner_tensors(tensor)]
     member = member_of(group)
     if member is not None and all(t.is_cpu for t in tensors):
-        _send_as_stream(member, root, tensors)
+        _send_as_stream(group, member, root, tensors)
         return
     wire = _Wire(group, root)
     with torch.no_grad():
@@ -220,7 +221,9 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [inner for value in held if isinstance(value, Tensor) for inner in inner_tensors(value)]
 
 
-def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) -> None:
+def _send_as_stream(
+    group: ProcessGroup, member: Operations, root: int, tensors: Sequence[Tensor]
+) -> None:
     """Broadcast all tensors in one operation: shared memory needs no messages and no staging.
 
     This bypasses PyTorch's dispatcher, which would pass copies of lazily conjugated or negated
@@ -228,9 +231,18 @@ def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) ->
     """
     options = broadcast_options(root)
     options.asyncOp = False
-    if filled := [t for t in tensors if t.numel()]:
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return
+    try:
         with torch.no_grad():
             member.broadcast(filled, options).wait()
+    except BrokenGroupError as error:
+        # a message between two backwards, for which nobody has waited yet, may have failed first
+        domain = FaultDomain.known(group)
+        if domain is None or domain.broken is not None:
+            raise
+        raise domain.cause(error) from error
 
 
 def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[int]]:
