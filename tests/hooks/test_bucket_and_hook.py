@@ -144,7 +144,7 @@ def test_invalid_return_values(returned):
     [
         (None, "the result is None"),
         ([torch.zeros(2)] * 2, r"the result is \["),
-        (torch.zeros(3), "of 3 elements, the bucket has 2"),
+        (torch.zeros(3), "3 elements, the bucket has 2"),
         (torch.zeros(2).half(), "float16"),
         (torch.zeros(2, device="meta"), "meta"),
         (torch.eye(2).to_sparse(), "layout"),
