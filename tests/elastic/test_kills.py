@@ -48,6 +48,13 @@ def test_killed_with_other_optimizers_and_dtypes(point: str, kind: str) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(("point", "times"), [("forward", 30), ("reduce", 3), ("settle", 2)])
+def test_killed_in_local_steps(point: str, times: int) -> None:
+    plan = Plan(6, 3, "shm", kind="local", self_kills={1: (point, times)})
+    assert check(plan, *quiet_run("local"))["done"] >= 2
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_stopped_and_taken_for_lost(backend: str, expected: tuple[str, list[float]]) -> None:
     plan = Plan(4, 3, backend, from_outside=[("STOP", 0.1)], pause=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import threading
@@ -20,6 +21,8 @@ from torch import nn
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import protocol
+from gradwire.elastic.training import speeds
+from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -700,3 +703,187 @@ def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(
     for error in together(partial(member, True), partial(member, False)):
         assert isinstance(error, DistributedError)
         assert "step 2 was lost 4 times in a row" in str(error)
+
+
+def train_locally(run: elastic.Run, model: nn.Module, computed: list[int]) -> list[torch.Tensor]:
+    """Take three outer steps of two inner steps; note the shards computed here."""
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    run.keep(model=model, outer=outer)
+    for step in run.steps(3, samples=len(X), batch=32):
+        with step:
+            for shard in step.shards:
+                ids = step.sample_ids(shard)
+                with step.local(partial(torch.optim.AdamW, lr=0.01)) as inner:
+                    for part in (ids[:4], ids[4:]):
+                        inner.zero_grad()
+                        model(X[part]).square().mean().backward()
+                        inner.step()
+                computed.append(shard.first)
+            step.commit(outer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_local_steps_are_those_of_diloco(store: dist.Store) -> None:
+    computed: list[int] = []
+    found = train_locally(join(store, shards=4), net(), computed)
+    assert computed == 3 * [0, 1, 2, 3]
+    model = net()
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    samples = elastic.Samples(len(X), batch=32, shards=4)
+    for number in range(3):
+        changes = []
+        for shard in range(4):
+            worker = copy.deepcopy(model)
+            inner = torch.optim.AdamW(worker.parameters(), lr=0.01)
+            ids = samples.ids(number, elastic.Shard(shard, shard + 1))
+            for part in (ids[:4], ids[4:]):
+                inner.zero_grad()
+                worker(X[part]).square().mean().backward()
+                inner.step()
+            pairs = zip(model.parameters(), worker.parameters(), strict=True)
+            changes.append([(p - w).detach() for p, w in pairs])
+        for parameter, *of_shards in zip(model.parameters(), *changes, strict=True):
+            parameter.grad = torch.stack(of_shards).mean(dim=0)
+        outer.step()
+    for mine, expected in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected.detach())
+
+
+def test_local_steps_have_the_same_bits_with_any_members(store: dist.Store) -> None:
+    alone = train_locally(join(dist.HashStore(), shards=4), net(), [])
+
+    def member() -> list[torch.Tensor]:
+        return train_locally(join(store, shards=4, members=3, backend="gloo"), net(), [])
+
+    for found in together(member, member, member):
+        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def test_a_repeated_step_computes_only_the_shards_of_the_lost_member(store: dist.Store) -> None:
+    alone = train_locally(join(dist.HashStore(), shards=8), net(), [])
+    computed: list[list[int]] = [[], [], []]
+
+    def member(number: int) -> list[torch.Tensor]:
+        run = join(store, shards=8, members=3, backend="gloo")
+        reduce = MemberSteps.reduce
+
+        class Lost(Exception):
+            pass
+
+        def lose(steps: MemberSteps) -> None:
+            if steps is run._steps and number == 2:
+                raise Lost
+            reduce(steps)
+
+        model = net()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if number == 2:
+                    patch.setattr(MemberSteps, "reduce", lose)
+                return train_locally(run, model, computed[number])
+        except Lost:
+            return []
+
+    first, second, third = together(*(partial(member, number) for number in range(3)))
+    assert third == []
+    for found in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    lost = computed[2]
+    assert 2 <= len(lost) <= 3
+    # the two others have computed each shard of each step once, also those of the first step
+    assert sorted(computed[0] + computed[1]) == sorted(3 * list(range(8)))
+
+
+def test_local_steps_of_a_failed_block_leave_the_parameters(store: dist.Store) -> None:
+    run, model = join(store, shards=2), net()
+    before = [p.detach().clone() for p in model.parameters()]
+    run.keep(model=model)
+
+    def fail() -> None:
+        for step in run.steps(1):
+            with step:
+                for _ in step.shards:
+                    with step.local(partial(torch.optim.SGD, lr=0.1)) as inner:
+                        model(X).square().mean().backward()
+                        inner.step()
+                        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_local_steps_outside_a_shard_or_without_the_tree(store: dist.Store) -> None:
+    run, model = join(store, shards=1), net()
+    run.keep(model=model)
+
+    def outside() -> None:
+        for step in run.steps(1):
+            with step, step.local(partial(torch.optim.SGD, lr=0.1)):
+                pass
+
+    with pytest.raises(ReductionError, match=r"use it once for each of step\.shards"):
+        outside()
+    plain = join(dist.HashStore(), shards=1, reproducible=False)
+    plain.keep(model=DistributedDataParallel(net(), process_group=plain.group))
+
+    def without_tree() -> None:
+        for step in plain.steps(1):
+            with step:
+                for _ in step.shards:
+                    with step.local(partial(torch.optim.SGD, lr=0.1)):
+                        pass
+
+    with pytest.raises(NotSupportedError, match="reproducible=True"):
+        without_tree()
+
+
+def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.Store) -> None:
+    def member(number: int) -> None:
+        run, model = join(store, shards=2, members=2, backend="gloo"), net()
+        run.keep(model=model)
+        for step in run.steps(3):
+            if number == 1 and step.number == 0:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1)
+            with step:
+                for _ in step.shards:
+                    step.backward(model(X).mean())
+                step.commit()
+
+    for error in together(partial(member, 0), partial(member, 1)):
+        assert isinstance(error, MismatchError)
+        assert "parameters differ between members at the beginning of step 0" in str(error)
+
+
+def test_a_slow_member_gets_fewer_shards_and_bits_stay(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(join(dist.HashStore(), shards=8), net())
+    now = threading.local()
+
+    def clock() -> float:  # each reading is one shard of time after the last: 3 s or 1 s
+        now.time = getattr(now, "time", 0.0) + now.speed
+        return float(now.time)
+
+    monkeypatch.setattr(speeds, "clock", clock)
+    counts: list[list[int]] = [[], []]
+
+    def member(number: int) -> list[torch.Tensor]:
+        now.speed = (1.0, 3.0)[number]
+        run = join(store, shards=8, members=2, backend="gloo")
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=model, optimizer=optimizer)
+        for step in run.steps(4, samples=len(X), batch=16):
+            with step:
+                counts[number].append(len(run.shards()))
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+        return [p.detach().clone() for p in model.parameters()]
+
+    for found in together(partial(member, 0), partial(member, 1)):
+        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    # threads join in any order, so that either is the first member
+    assert counts == [[4, 6, 6, 6], [4, 2, 2, 2]]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ POINTS = (
     "transfer",
     "apply",
     "map",
+    "settle",
 )
-KINDS = ("plain", "fused", "bfloat16")
+KINDS = ("plain", "fused", "bfloat16", "local")
 LATE = 3  # the exit code of a member that came when the others were done
 
 
@@ -73,7 +75,7 @@ class Net(nn.Module):
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
-        if kind == "plain":
+        if kind in ("plain", "local"):
             self.layers = nn.Sequential(
                 nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
             )
@@ -105,6 +107,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.Adam(p, lr=0.01),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "bfloat16": lambda p: Master(p, lr=0.01),
+    "local": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
 }
 
 
@@ -182,12 +185,32 @@ def _train(job: Job, store: dist.Store) -> tuple[DistributedDataParallel, Losses
                 run.stop()
             for shard in step.shards:
                 ids = step.sample_ids(shard)
-                out, counted = model(x[ids], ids)
                 time.sleep(job.pause)
-                loss = nn.functional.cross_entropy(out, y[ids])
-                step.backward(loss + (counted - counted.detach()).mean())
+                if job.kind == "local":
+                    with step.local(partial(_inner, model)) as inner:
+                        for part in (ids[:2], ids[2:]):
+                            inner.zero_grad()
+                            _loss(model, x, y, part, len(part) / len(ids)).backward()
+                            inner.step()
+                else:
+                    step.backward(_loss(model, x, y, ids, 1.0))
             step.commit(optimizer, ledger)
     return model, losses
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor, ids: list[int], share: float) -> Tensor:
+    """Return the loss of samples; the ledger's gradients count them."""
+    out, counted = model(x[ids], ids)
+    loss = nn.functional.cross_entropy(out, y[ids])
+    return loss + share * (counted - counted.detach()).mean()
+
+
+def _inner(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of local steps; that of the ledger counts each sample once."""
+    ledger = model.module.ledger
+    weights = [p for p in parameters if p is not ledger]
+    groups = [{"params": weights, "lr": 0.05}, {"params": [ledger], "lr": 1.0}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.0)
 
 
 def _descriptors() -> dict[str, str]:
@@ -222,6 +245,7 @@ def _arm(job: Job) -> None:
         "transfer": (Runtime, "_transfer"),
         "apply": (MemberSteps, "_apply"),
         "map": (MemberSteps, "map"),
+        "settle": (MemberSteps, "_settle"),
     }[job.point]
     setattr(owner, name, _killing(getattr(owner, name), job.times))
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from gradwire.ddp.verify import digest
 from gradwire.elastic.members import Runtime, barrier, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.training import transfer
-from gradwire.elastic.training.gradients import TreeSum
-from gradwire.elastic.training.samples import Samples, Shard, deal
+from gradwire.elastic.training.gradients import Contribution, TreeSum
+from gradwire.elastic.training.samples import Samples, Shard, assign, deal
 from gradwire.elastic.training.seeding import seed_of
-from gradwire.elastic.training.state import State, check_reduced
-from gradwire.elastic.training.step import Stepper
-from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
+from gradwire.elastic.training.speeds import Speeds
+from gradwire.elastic.training.state import State, Stepper, check_reduced
+from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
+
+DIGEST_STEPS = 100
+"""Number of steps between two comparisons of the members' parameters."""
 
 
 class MemberSteps:
-    """Steps of a run on this member; a `StepRunner`.
+    """Steps of a run on this member.
 
     Args:
         runtime: Runtime that forms generations and commits.
@@ -54,7 +61,14 @@ class MemberSteps:
         self._asks_to_stop = self._stops = False
         self._taken: list[Tensor | None] = []
         self._averaged: set[int] = set()
-        self.dealt = self._deal()
+        self._assigned: list[list[int]] = []
+        self.dealt: list[Shard] = []
+        self._assign([list(run) for run in deal(shards, runtime.size)])
+        self._speeds = Speeds(1)
+        self._held: dict[int, Contribution] = {}  # results of local steps, for a repeated step
+        self._held_step = 0
+        # False at the beginning of a generation
+        self._settled = self._compared = False
         self._equal = False
         runtime.on_commit = self._apply
         runtime.on_group = self._on_group
@@ -78,11 +92,15 @@ class MemberSteps:
         self.state.set_group(self._runtime.process_group)
         self._tree = None
 
-    def _deal(self) -> list[Shard]:
-        run = deal(self._shards, self._runtime.size)[self._runtime.rank]
+    def _assign(self, assigned: list[list[int]]) -> None:
+        """Set the shards of each member."""
+        self._assigned = assigned
+        own = assigned[self._runtime.rank]
         if self._reproducible:
-            return [Shard(number, number + 1) for number in run]
-        return [Shard(run.start, run.stop)]
+            self.dealt = [Shard(number, number + 1) for number in own]
+        else:
+            first = own[0] if own else self._shards
+            self.dealt = [Shard(first, first + len(own))]
 
     # -- called by a step --------------------------------------------------------------
 
@@ -97,6 +115,7 @@ class MemberSteps:
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Call a function with each item, divided among the members."""
+        self._settle()
         runtime, step = self._runtime, self.committed_steps
         self._check_unwritten()
         self.state.begin_step(step, sync=False)
@@ -110,7 +129,34 @@ class MemberSteps:
         self.state.begin_step(step, sync=not self._reproducible)
         return transfer.gather(runtime.process_group, results, runtime.wait)
 
-    def begin_shard(self, shard: Shard) -> None:
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of this member, prepared to be computed."""
+        self._settle()
+        for shard in self.dealt:
+            if shard.first in self._held and self._tree is not None:
+                self._tree.add(shard.first, self._tree.copy_of(self._held[shard.first]))
+                continue
+            self._begin_shard(shard)
+            self._speeds.begin()
+            yield shard
+
+    def _settle(self) -> None:
+        """Agree, in the first step of a generation, on the results that members already hold."""
+        if self._settled:
+            return
+        if self._held_step != self.committed_steps:
+            self._held.clear()
+        if self._tree is not None and self._runtime.size > 1:
+            held = transfer.gather(
+                self._runtime.process_group, [sorted(self._held)], self._runtime.wait
+            )
+            if any(held):
+                self._assign(assign(self._shards, held))
+                self._tree.assign(self._assigned)
+                self._tree.clear()
+        self._settled = True
+
+    def _begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and restore buffers."""
         if self._reproducible and shard.first != self.dealt[0].first:
             self.state.put_buffers_back(self.committed_steps)
@@ -120,6 +166,29 @@ class MemberSteps:
         """Compute a shard's gradients and add them."""
         self._run_backward(loss, shard, weight)
         self._check_unwritten()
+        self._speeds.end()
+
+    @contextlib.contextmanager
+    def local(
+        self, make: Callable[[list[Parameter]], Optimizer], shard: Shard, weight: float | None
+    ) -> Iterator[Optimizer]:
+        """Run a shard's local steps in the block, and add the change of the parameters."""
+        if self._tree is None:
+            raise NotSupportedError("step.local needs elastic.join(reproducible=True)")
+        weight = self._check_weight(shard, weight)
+        parameters = [p for p in self.state.parameters if p.requires_grad]
+        first = [p.detach().clone() for p in parameters]
+        try:
+            yield make(parameters)
+            for parameter, value in zip(parameters, first, strict=True):
+                now = parameter.detach()
+                parameter.grad = None if torch.equal(now, value) else value - now
+        finally:
+            for parameter, value in zip(parameters, first, strict=True):
+                parameter.detach().copy_(value)
+            self.state.note_versions()
+        self._add_shard(shard, weight, hold=self._runtime.size > 1)
+        self._speeds.end()
 
     def _check_unwritten(self) -> None:
         try:
@@ -133,10 +202,7 @@ class MemberSteps:
             # the mean over members is right; a weight would cost a pass over the gradients
             loss.backward()
             return
-        if weight is None:
-            weight = self._count(shard)
-        if not math.isfinite(weight) or weight < 0:
-            raise ArgumentError(f"weight is {weight}: pass a finite number of at least 0")
+        weight = self._check_weight(shard, weight)
         if self._tree is None:
             batch = self._shards if self.samples is None else self.samples.batch
             for model in self.state.models:  # 1 if all have equally many samples: no multiplication
@@ -145,25 +211,71 @@ class MemberSteps:
             return
         if weight:  # the mean over no samples is NaN
             loss.backward()
-        with torch.no_grad():
-            # relative to the first shard: equal shards need no multiplication
-            self._tree.add_shard(shard.first, weight / self._count(Shard(0, 1)))
+        self._add_shard(shard, weight, hold=False)
+
+    @torch.no_grad()
+    def _add_shard(self, shard: Shard, weight: float, *, hold: bool) -> None:
+        assert self._tree is not None
+        # relative to the first shard: equal shards need no multiplication
+        found = self._tree.collect(weight / self._count(Shard(0, 1)), apart=hold)
+        if hold:
+            self._held_step = self.committed_steps
+            self._held[shard.first] = self._tree.copy_of(found)
+        self._tree.add(shard.first, found)
+
+    def _check_weight(self, shard: Shard, weight: float | None) -> float:
+        """Return the weight, by default the number of samples."""
+        if weight is None:
+            return self._count(shard)
+        if not math.isfinite(weight) or weight < 0:
+            raise ArgumentError(f"weight is {weight}: pass a finite number of at least 0")
+        return weight
 
     def _count(self, shard: Shard) -> int:
         return len(shard) if self.samples is None else self.samples.count(shard)
 
     def reduce(self) -> None:
         """Make the gradients complete."""
+        self._settle()
         if self._tree is not None:
-            self._changed, self._stops = self._tree.reduce(self._asks_to_stop)
+            compare = not self._compared or self.committed_steps % DIGEST_STEPS == 0
+            own = digest(self.state.parameters) if compare and self._runtime.size > 1 else b""
+            changed, notes = self._tree.reduce(self._asks_to_stop, self._speeds.take(), own)
+            self._compare(notes.digests)
+            self._compared = True
+            self._changed, self._stops = changed, notes.stop
+            self._speeds.note(notes.seconds, self._counts)
         else:
             self._stops = self._runtime.any(self._asks_to_stop)
+
+    @property
+    def _counts(self) -> list[int]:
+        return [len(own) for own in self._assigned]
+
+    def _compare(self, digests: Sequence[bytes]) -> None:
+        """Raise on all members if their parameters differ."""
+        if len({*digests}) == 1:
+            return
+        decision = self._runtime.member.decision
+        assert decision is not None
+        values = {n: d.hex()[:8] for n, d in zip(decision.members, digests, strict=True)}
+        raise MismatchError(
+            f"parameters differ between members at the beginning of step {self.committed_steps}: "
+            f"digests by member are {values}. Change parameters only in the step() of objects that "
+            "are passed to step.commit, alike on all members",
+            list(values.values()),
+        )
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
         self.state.warn_of_unkept(steppers)
         self._steppers = steppers
+        counts = None if self._tree is None else self._speeds.decide(self._counts)
         self._runtime.commit(stop=self._stops)
+        if counts is not None and self._settled and self._tree is not None:
+            starts = [sum(counts[:rank]) for rank in range(len(counts))]
+            self._assign([list(range(s, s + c)) for s, c in zip(starts, counts, strict=True)])
+            self._tree.assign(self._assigned)
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
         """Raise if an object would step a parameter with a local gradient."""
@@ -200,6 +312,7 @@ class MemberSteps:
         for buffer, value in self._changed:
             buffer.copy_(value)
         self._changed = []
+        self._held.clear()
         for stepper in self._steppers:
             with torch.enable_grad():
                 stepper.step()
@@ -210,10 +323,13 @@ class MemberSteps:
                 f"{self._runtime.size} members and {self._shards} shards: pass "
                 "elastic.join(shards=...) with at least the largest number of members"
             )
-        self.dealt = self._deal()
+        runs = deal(self._shards, self._runtime.size)
+        self._assign([list(run) for run in runs])
+        self._settled = self._compared = False
+        self._speeds = Speeds(self._runtime.size)
         self.state.put_buffers_back(self.committed_steps)  # a step that failed has changed them
         self.state.set_group(self._runtime.process_group)
-        runs = [run for run in deal(self._shards, self._runtime.size) if run]
+        runs = [run for run in runs if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
         if self._reproducible:
             self._grow_tree()
@@ -221,7 +337,11 @@ class MemberSteps:
     def _grow_tree(self) -> None:
         """Build the tree for the current members and trained parameters."""
         self._tree = TreeSum(
-            self.state, self._shards, self._runtime.process_group, self._runtime.wait
+            self.state,
+            self._shards,
+            self._runtime.process_group,
+            self._runtime.wait,
+            self._assigned,
         )
 
     def _on_transfer(self, holds: bool) -> None:

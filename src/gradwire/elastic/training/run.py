@@ -194,7 +194,7 @@ class Run:
         try:
             self._runtime.start(steps, self._steps.start, settings)
             while self._runtime.advance():
-                yield Step(self._steps, self.committed_steps, self.shards(), dealer)
+                yield Step(self._steps, self.committed_steps, dealer)
         finally:
             self._runtime.stop()
 

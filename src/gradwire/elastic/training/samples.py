@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,6 +56,31 @@ def deal(shards: int, members: int) -> list[range]:
     length, longer = divmod(shards, members)
     starts = [rank * length + min(rank, longer) for rank in range(members + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def assign(shards: int, held: Sequence[Collection[int]]) -> list[list[int]]:
+    """Return the shards of each member, if some members hold results of shards of this step.
+
+    A result is used by the first member that holds it; the other shards are dealt evenly.
+
+    Args:
+        shards: Number of shards.
+        held: Shards whose results each member holds.
+
+    Example:
+        >>> assign(8, [[0, 1], [], [5]])
+        [[0, 1, 2, 3], [4, 6], [5, 7]]
+    """
+    taken: set[int] = set()
+    assigned: list[list[int]] = []
+    for own in held:
+        assigned.append([shard for shard in own if shard not in taken])
+        taken.update(own)
+    missing = [shard for shard in range(shards) if shard not in taken]
+    for own, run in zip(assigned, deal(len(missing), len(held)), strict=True):
+        own.extend(missing[index] for index in run)
+        own.sort()
+    return assigned
 
 
 class Samples:

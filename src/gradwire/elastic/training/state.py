@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
+
+
+class Stepper(Protocol):
+    """Object that is stepped once when a step is committed: an optimizer or a schedule."""
+
+    def step(self) -> Any:
+        """Advance by one step."""
+        ...
 
 
 class State:
@@ -154,7 +162,7 @@ class State:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        self._versions = self._written()
+        self.note_versions()
         for model in self.models:
             model.require_backward_grad_sync = sync
             model.require_forward_param_sync = sync
@@ -162,6 +170,10 @@ class State:
             self.put_buffers_back(step)
         else:
             self._first_values = (step, [b.detach().clone() for b in self.buffers()])
+
+    def note_versions(self) -> None:
+        """Note that the parameters have their values at the beginning of the step."""
+        self._versions = self._written()
 
     def _written(self) -> list[int]:
         """Return the version counters of the parameters."""

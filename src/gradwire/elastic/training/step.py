@@ -2,66 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from gradwire.elastic.training.samples import Shard
+from gradwire.elastic.training.member_steps import MemberSteps
+from gradwire.elastic.training.samples import Samples, Shard
+from gradwire.elastic.training.state import Stepper
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
-
-if TYPE_CHECKING:
-    from gradwire.elastic.training.samples import Samples
-
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Stepper(Protocol):
-    """Object that is stepped once when a step is committed: an optimizer or a schedule."""
-
-    def step(self) -> Any:
-        """Advance by one step."""
-        ...
-
-
-class StepRunner(Protocol):
-    """Interface of a run for its steps."""
-
-    def begin_step(self) -> None:
-        """Clear gradients, and restore buffers to their values at the beginning of the step."""
-        ...
-
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Call a function with each item, divided among the members."""
-        ...
-
-    def begin_shard(self, shard: Shard) -> None:
-        """Seed random numbers, and restore buffers."""
-        ...
-
-    def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
-        """Compute a shard's gradients and add them."""
-        ...
-
-    def reduce(self) -> None:
-        """Make the gradients complete."""
-        ...
-
-    def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
-        """Raise if an object would step a parameter with a local gradient."""
-        ...
-
-    def commit(self, steppers: tuple[Stepper, ...]) -> None:
-        """Commit the step on all members."""
-        ...
-
-    def end_step(self, error: BaseException | None) -> bool:
-        """Return True if an error means that a member was lost, so that the loop continues."""
-        ...
 
 
 class Step:
@@ -71,9 +28,8 @@ class Step:
     following one if the gradients were complete and the other members have committed the step.
 
     Args:
-        runner: Run of the step.
+        runner: Work of this member.
         number: Number of the step.
-        shards: Shards of this member.
         samples: Samples of the shards, if the run got the size of a dataset.
 
     Attributes:
@@ -81,11 +37,9 @@ class Step:
         committed: True if the step was committed within its block.
     """
 
-    def __init__(
-        self, runner: StepRunner, number: int, shards: list[Shard], samples: Samples | None
-    ) -> None:
+    def __init__(self, runner: MemberSteps, number: int, samples: Samples | None) -> None:
         self.number, self.committed = number, False
-        self._runner, self._shards, self._samples = runner, shards, samples
+        self._runner, self._samples = runner, samples
         self._current: Shard | None = None
         self._running = self._begun = self._reduced = False
 
@@ -135,16 +89,19 @@ class Step:
 
     @property
     def shards(self) -> Iterator[Shard]:
-        """Shards of this member; run forward and backward for each, in this order."""
+        """Shards of this member; run forward and backward for each, in this order.
+
+        In a step that is repeated, shards whose `local` steps this member has completed are left
+        out.
+        """
         self._begun = True
-        for shard in self._shards:
-            self._runner.begin_shard(shard)
+        for shard in self._runner.shards():
             self._current = shard
             yield shard
             if self._current is not None:
                 raise ReductionError(
-                    f"{shard} of step {self.number} had no backward: call step.backward(loss) "
-                    "once for each of step.shards"
+                    f"{shard} of step {self.number} had no backward: call step.backward(loss), "
+                    "or use step.local, once for each of step.shards"
                 )
 
     def sample_ids(self, shard: Shard) -> list[int]:
@@ -176,6 +133,60 @@ class Step:
         if (shard := self._current) is None:
             raise ReductionError("step.backward: call it once for each of step.shards")
         self._runner.backward(loss, shard, weight)
+        self._current = None
+
+    @contextlib.contextmanager
+    def local(
+        self, make: Callable[[list[Parameter]], Optimizer], *, weight: float | None = None
+    ) -> Iterator[Optimizer]:
+        """Train on the current shard alone, with an optimizer of its own (DiLoCo's inner steps).
+
+        At the end of the block, the difference between the parameters at its beginning and now is
+        the gradient of the shard, in place of `backward`, and the parameters have their values at
+        the beginning of the step again. The optimizer passed to `commit` takes the outer step, with
+        the mean of these gradients over all shards.
+
+        If another member is lost, the step is repeated; this member keeps the results of its
+        shards, and only those of the lost one are computed again. They need memory of the size of
+        the parameters for each shard.
+
+        Args:
+            make: Function that returns the optimizer of the inner steps for a list of parameters.
+                Its state begins anew with each step and shard.
+            weight: See `backward`.
+
+        Raises:
+            ReductionError: There is no current shard, or it had its backward.
+            NotSupportedError: The run has `reproducible=False`.
+
+        Example:
+            >>> import torch, torch.distributed as dist
+            >>> from gradwire import elastic
+            >>> net = torch.nn.Linear(1, 1, bias=False)
+            >>> outer = torch.optim.SGD(net.parameters(), lr=1.0)
+            >>> torch.nn.init.zeros_(net.weight).requires_grad
+            True
+            >>> run = elastic.join(dist.HashStore(), shards=2)
+            >>> run.keep(model=net, outer=outer)
+            >>> for step in run.steps(1):
+            ...     with step:
+            ...         for shard in step.shards:  # shard 0 goes to -3, shard 1 to -6
+            ...             with step.local(lambda p: torch.optim.SGD(p, lr=1.0)) as inner:
+            ...                 for _ in range(3):
+            ...                     inner.zero_grad()
+            ...                     (net(torch.ones(1, 1)).sum() * (1 + shard.first)).backward()
+            ...                     inner.step()
+            ...         step.commit(outer)
+            >>> net.weight.item()
+            -4.5
+
+        Source:
+            DiLoCo, A. Douillard et al., arXiv 2311.08105.
+        """
+        if (shard := self._current) is None:
+            raise ReductionError("step.local: use it once for each of step.shards")
+        with self._runner.local(make, shard, weight) as inner:
+            yield inner
         self._current = None
 
     @torch.no_grad()

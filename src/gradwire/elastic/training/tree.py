@@ -1,14 +1,14 @@
 """Tree in which the gradients of shards are added, with integers only.
 
 The tree is binary and complete over a power of two of shards. A *node* is the contiguous range of
-shards below it. A member adds up the largest nodes within its own range; the nodes above are added
+shards below it. A member adds up the largest nodes within its own shards; the nodes above are added
 from these in the same order on any member. So every addition has the same two operands with any
 number of members, and the sum has the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -17,21 +17,17 @@ Node = tuple[int, int]
 Value = TypeVar("Value")
 
 
-def nodes_within(run: range) -> list[Node]:
-    """Return the largest nodes that together cover a range of shards, from left to right.
+def nodes_of(shards: Iterable[int]) -> list[Node]:
+    """Return the largest nodes that together cover shards in ascending order.
 
     Example:
-        >>> nodes_within(range(3, 8))
-        [(3, 1), (4, 4)]
+        >>> nodes_of([1, 3, 4, 5, 6, 7])
+        [(1, 1), (3, 1), (4, 4)]
     """
-    nodes, first = [], run.start
-    while first < run.stop:
-        size = first & -first or 1 << (run.stop.bit_length())
-        while first + size > run.stop:
-            size //= 2
-        nodes.append((first, size))
-        first += size
-    return nodes
+    pending: list[tuple[Node, None]] = []
+    for shard in shards:
+        push(pending, (shard, 1), None, lambda left, right: None)
+    return [node for node, _ in pending]
 
 
 def sibling(node: Node) -> Node:
