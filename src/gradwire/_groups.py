@@ -21,8 +21,8 @@ __all__ = [
     "default_group",
     "destroy_in_thread",
     "find_store",
-    "keep_for_an_epoch",
     "keep_store",
+    "mark_temporary",
     "rank_in_group",
     "store_of",
 ]
@@ -35,7 +35,7 @@ _BACKENDS: set[finalize[..., Any]] = set()
 
 EXIT_SECONDS = 2.0
 
-_FOR_AN_EPOCH: WeakSet[ProcessGroup] = WeakSet()
+_TEMPORARY: WeakSet[ProcessGroup] = WeakSet()
 """Groups of elastic runs, which replace them."""
 
 
@@ -59,9 +59,9 @@ def check_group(group: object, name: str = "group") -> ProcessGroup:
     )
 
 
-def keep_for_an_epoch(group: ProcessGroup) -> None:
+def mark_temporary(group: ProcessGroup) -> None:
     """Note that an elastic run will replace a group."""
-    _FOR_AN_EPOCH.add(group)
+    _TEMPORARY.add(group)
 
 
 def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
@@ -70,9 +70,9 @@ def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
     Raises:
         NotSupportedError: It will.
     """
-    if group in _FOR_AN_EPOCH:
+    if group in _TEMPORARY:
         raise NotSupportedError(
-            f"{name} is the group of an elastic run, which has another one in each epoch: {user} "
+            f"{name} is the group of an elastic run, which has another one in each generation: {user} "
             "would go on with this one, alone. Use a group of init_process_group or new_group"
         )
 

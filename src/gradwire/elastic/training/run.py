@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from gradwire._groups import keep_for_an_epoch
+from gradwire._groups import mark_temporary
 from gradwire.elastic.members import Runtime
 from gradwire.elastic.training import checkpoint
 from gradwire.elastic.training.member_steps import MemberSteps
@@ -47,7 +47,7 @@ class Run:
             NotSupportedError: The generation has ended, and the next step has not begun.
         """
         group = self._runtime.process_group
-        keep_for_an_epoch(group)
+        mark_temporary(group)
         return group
 
     @property
