@@ -72,8 +72,9 @@ def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
     """
     if group in _TEMPORARY:
         raise NotSupportedError(
-            f"{name} is the group of an elastic run, which has another one in each generation: {user} "
-            "would go on with this one, alone. Use a group of init_process_group or new_group"
+            f"{name} is the group of an elastic run, which has another one in each generation: "
+            f"{user} would go on with this one, alone. Use a group of init_process_group or "
+            "new_group"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from gradwire.elastic.training import checkpoint, transfer
 from gradwire.elastic.training.state import State
 from gradwire.errors import (
     ArgumentError,
+    DistributedError,
     MismatchError,
     NotKeptWarning,
     NotSupportedError,
@@ -302,6 +305,76 @@ def test_a_new_member_gets_an_optimizer_s_state_in_its_dtypes(tmp_path: Path) ->
             assert found["master"].dtype is found["nested"][0]["m"].dtype is torch.float32
             assert torch.equal(found["master"], mine["master"])
             assert found["master"].stride() == other.stride()  # members' strides may differ
+
+
+class Values:
+    """An object whose state is any value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def received(kept: dict[str, Any], onto: dict[str, Any]) -> None:
+    """Send a state from one member to another; both are threads."""
+    store = dist.HashStore()
+
+    def member(rank: int) -> None:
+        prefixed = dist.PrefixStore("transfer", store)
+        group = dist.ProcessGroupGloo(prefixed, rank, 2, timedelta(seconds=20))
+        own = transfer.dump(kept) if rank == 0 else None
+        data = transfer.exchange(group, own, lambda work: work.wait())
+        if rank == 1:
+            transfer.load(onto, data)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(member, rank) for rank in range(2)]:
+            done.result(30)
+
+
+def test_large_tensors_arrive_as_they_are() -> None:
+    x = torch.randn(2, 64, 32, 32)
+    values = {
+        "strided": x.to(memory_format=torch.channels_last),
+        "part": x[:, ::2],
+        "conjugate": torch.complex(x, -x).conj(),
+        "mask": x > 0,
+        "half": x.bfloat16(),
+        "numbers": [(x.long(), 3), "text"],
+        "small": torch.arange(3),
+    }
+    ours = Values(None)
+    received({"v": Values(values)}, {"v": ours})
+    assert [v.dtype for v in map(values.get, ("mask", "half"))] == [
+        ours.value["mask"].dtype,
+        ours.value["half"].dtype,
+    ]
+    for name in ("strided", "part", "conjugate", "mask", "half", "small"):
+        assert torch.equal(ours.value[name], values[name])
+    assert torch.equal(ours.value["numbers"][0][0], x.long())
+    assert ours.value["numbers"][1] == "text"
+
+
+def test_large_models_arrive_with_their_version_of_the_format() -> None:
+    net, other = nn.BatchNorm1d(20000), nn.BatchNorm1d(20000)
+    with torch.no_grad():
+        net.weight.uniform_()
+    net.num_batches_tracked.add_(7)  # the format's version says that the state has it
+    received({"net": net}, {"net": other})
+    assert torch.equal(net.weight, other.weight)
+    assert int(other.num_batches_tracked) == 7
+    assert other.weight.data_ptr() != net.weight.data_ptr()
+
+
+def test_large_tensors_of_invalid_sizes_are_refused() -> None:
+    for described in ([[-4, 2], "float32"], [[1 << 45], "float32"], [[4], "nn"]):
+        with pytest.raises(DistributedError, match="rank 0 sends a state with tensors"):
+            transfer._new_tensors([described])  # type: ignore[list-item]
 
 
 def test_a_model_of_another_dtype_is_named() -> None:

@@ -1,16 +1,20 @@
 """Transfer of the state of training to a new member, all of it or nothing.
 
-The bytes are readable by `torch.load(weights_only=True)`, which only makes tensors and plain
-values. A receiver changes nothing before it has all of them.
+Large tensors are sent from their memory, one after the other. Everything else is one message that
+`torch.load(weights_only=True)` reads, which only makes tensors and plain values. A receiver changes
+nothing before it has all of them.
 """
 
 from __future__ import annotations
 
+import copy
 import io
+import json
+import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +30,49 @@ PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
 
 
-def dump(kept: Mapping[str, Any], beside: Any = None) -> bytearray:
-    """Return the state of the kept objects, and a value beside it, as bytes."""
-    return _pack(({name: value.state_dict() for name, value in kept.items()}, beside))
+LARGE_BYTES = 64 << 10
+_TENSOR = "gradwire tensor"
+"""Only key of the dict that takes the place of a large tensor."""
+
+
+class Snapshot(NamedTuple):
+    """State of the kept objects.
+
+    Args:
+        header: The state, with large tensors replaced by their numbers.
+        tensors: Large tensors. They share memory with the objects on the sender.
+    """
+
+    header: bytearray
+    tensors: list[Tensor]
+
+
+def dump(kept: Mapping[str, Any], beside: Any = None) -> Snapshot:
+    """Return the state of the kept objects, and a value beside it."""
+    tensors: list[Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
+            return value
+        if value.nbytes < LARGE_BYTES or value.device.type != "cpu":
+            return value
+        tensors.append(value.detach().resolve_conj().resolve_neg().contiguous())
+        return {_TENSOR: len(tensors) - 1}
+
+    states = {name: value.state_dict() for name, value in kept.items()}
+    return Snapshot(_pack((_replaced(states, take_out), beside)), tensors)
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples with replaced leaves."""
+    if isinstance(value, dict) and _TENSOR not in value:
+        found = copy.copy(value)  # an OrderedDict of a module has attributes
+        for key, entry in value.items():
+            found[key] = _replaced(entry, replace)
+        return found
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(entry, replace) for entry in value)
+    return replace(value)
 
 
 def _pack(values: Any) -> bytearray:
@@ -48,8 +92,8 @@ def _unpack(data: bytearray) -> Any:
         ) from error
 
 
-def load(kept: Mapping[str, Any], data: bytearray) -> Any:
-    """Load bytes that `dump` made into the kept objects.
+def load(kept: Mapping[str, Any], data: Snapshot) -> Any:
+    """Load a state that `dump` returned into the kept objects, which take over its tensors.
 
     Returns:
         Value beside the state.
@@ -59,12 +103,17 @@ def load(kept: Mapping[str, Any], data: bytearray) -> Any:
         NotSupportedError: The state has other values than tensors and plain values.
     """
     try:
-        states, beside = _unpack(data)
+        states, beside = _unpack(data.header)
     except NotSupportedError as error:
         raise NotSupportedError(
             f"the received state {error}, or leave it out of the state_dict of the kept objects "
             f"({', '.join(sorted(kept))})"
         ) from error.__cause__
+
+    def put_in(value: Any) -> Any:
+        return data.tensors[value[_TENSOR]] if isinstance(value, dict) else value
+
+    states = _replaced(states, put_in)
     if states.keys() != kept.keys():
         raise MismatchError(
             f"run.keep got {sorted(kept)} here, but {sorted(states)} on the member that has the "
@@ -131,21 +180,53 @@ def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
         yield f"{name} is {loaded.dtype} here, but {received.dtype}"
 
 
-def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
-    """Broadcast bytes from rank 0, and return them.
+def exchange(group: ProcessGroup, own: Snapshot | None, wait: Wait) -> Snapshot:
+    """Broadcast a state from rank 0, and return it.
 
     Raises:
-        DistributedError: A member is lost, or the length is invalid.
+        DistributedError: A member is lost, or the size is invalid.
     """
+    described = None if own is None else [(list(t.shape), _name(t.dtype)) for t in own.tensors]
+    text = None if described is None else bytearray(json.dumps(described).encode())
+    found = json.loads(_exchange_bytes(group, text, wait))
+    header = _exchange_bytes(group, None if own is None else own.header, wait)
+    tensors = _new_tensors(found) if own is None else own.tensors
+    for tensor in tensors:
+        _exchange_pieces(group, tensor, wait)
+    return Snapshot(header, tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _new_tensors(described: list[tuple[list[int], str]]) -> list[Tensor]:
+    """Return memory for tensors of these shapes and dtypes.
+
+    Raises:
+        DistributedError: They are invalid, or too large.
+    """
+    found: list[tuple[list[int], Any]] = [(s, getattr(torch, name, None)) for s, name in described]
+    valid = all(isinstance(d, torch.dtype) and all(n > 0 for n in shape) for shape, d in found)
+    if not valid or sum(math.prod(shape) for shape, _ in found) > MAX_BYTES:
+        raise DistributedError(f"rank 0 sends a state with tensors {described}")
+    return [torch.empty(shape, dtype=dtype) for shape, dtype in found]
+
+
+def _exchange_bytes(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
     length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     wait(_broadcast(group, length))
     size = int(length)
     if not 0 < size <= MAX_BYTES:
         raise DistributedError(f"rank 0 sends a state of {size} bytes")
     memory = bytearray(size) if data is None else data
-    for piece in torch.frombuffer(memory, dtype=torch.uint8).split(PIECE_BYTES):
-        wait(_broadcast(group, piece))
+    _exchange_pieces(group, torch.frombuffer(memory, dtype=torch.uint8), wait)
     return memory
+
+
+def _exchange_pieces(group: ProcessGroup, tensor: Tensor, wait: Wait) -> None:
+    for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
+        wait(_broadcast(group, piece))
 
 
 def gather(group: ProcessGroup, values: list[Any], wait: Wait) -> list[Any]:
