@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gradwire._processes import ENDED, state_of_pid
 from gradwire.cli.app import app
 from gradwire.cli.doctor import checks, command, trial
 from gradwire.cli.doctor.trial import OPS, Trial, try_backend
-from gradwire.recorder.processes import OVER, state_of_pid
 
 DOCTOR = [sys.executable, "-m", "gradwire", "doctor", "--json"]
 NO_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -49,7 +49,7 @@ def test_sigterm_leaves_no_process_and_no_folder(tmp_path, monkeypatch):
         left = [int(pid) for pid in children.read_text().split()]
         doctor.terminate()
         assert doctor.wait(30) == 128 + signal.SIGTERM
-        while any(state_of_pid(pid) not in OVER for pid in left):
+        while any(state_of_pid(pid) not in ENDED for pid in left):
             assert time.monotonic() < end
             time.sleep(0.02)
         assert not list(tmp_path.glob("gradwire-doctor-*"))

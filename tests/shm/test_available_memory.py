@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire._limits import check_available, cores
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm.memory import segment
-from gradwire.shm.runtime.limits import check_available, cores
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire._processes import Deadline
 from gradwire.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -30,7 +31,6 @@ from gradwire.errors import (
 from gradwire.shm.meeting.forming import Forming, of_ranks
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
 from gradwire.shm.register import make_backend, member_of
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire._processes import Deadline
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -30,7 +31,6 @@ from gradwire.shm.meeting import links as links_module
 from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.meeting.regions import Regions
 from gradwire.shm.register import make_backend, member_of
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy

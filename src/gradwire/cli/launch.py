@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire._processes import kill_all, spawn
 from gradwire.cli.rank_env import RankEnv, exit_rank
 
 Send = Callable[[Any], None]
@@ -115,28 +115,16 @@ def launch(job: Job, nproc: int, receive: Send) -> None:
     try:
         with _interrupts_held():
             for number in range(nproc):
-                ranks.append(_start(job, RankEnv(number, nproc, number, nproc, port)))
+                env = RankEnv(number, nproc, number, nproc, port)
+                ranks.append(_Rank(number, *spawn(_run, job, env)))
         _watch(ranks, receive)
     finally:
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.process.join()
+        kill_all([rank.process for rank in ranks])
         del store  # last, since living ranks may be using it
-
-
-def _start(job: Job, env: RankEnv) -> _Rank:
-    context = multiprocessing.get_context("spawn")
-    inbox, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(job, env, outbox), daemon=True)
-    process.start()
-    outbox.close()  # only the rank's copy remains, so that the pipe ends with the rank
-    return _Rank(env.rank, process, inbox)
 
 
 def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
     """Run a rank and end its process."""
-    exit_with_parent()
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo resolves the host's name
     try:
@@ -145,18 +133,6 @@ def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
         outbox.send(_Raised(time.monotonic(), RankFailure.of(env.rank, error)))
         exit_rank(1)
     exit_rank(0)
-
-
-def exit_with_parent() -> None:
-    """End this process when its parent ends, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import BarrierOptions
 
 import gradwire_autoload
+from gradwire._processes import Deadline
 from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
@@ -34,7 +35,7 @@ from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.meeting.forming import Forming
 from gradwire.shm.meeting.rendezvous import connect_all, report_failure
 from gradwire.shm.meeting.teams import Teams
-from gradwire.shm.runtime.sync import Deadline, has_semaphores
+from gradwire.shm.runtime.sync import has_semaphores
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 

@@ -19,9 +19,9 @@ from importlib.metadata import entry_points
 
 import torch
 
+from gradwire._limits import check_available, cores
 from gradwire._torch import NEWEST_TESTED
 from gradwire.shm.register import is_available
-from gradwire.shm.runtime.limits import check_available, cores
 
 GOOD, WARN, BAD = "ok", "warning", "problem"
 _DESCRIPTORS_A_RANK = 64  # per group; each peer needs a socket and descriptors of its memory

@@ -5,7 +5,6 @@ A TCP store would need a network, which may be missing.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire import collectives as c
-from gradwire.cli.launch import exit_with_parent
+from gradwire._processes import Child, kill_all, spawn
 from gradwire.testing import gradcheck
 
 BACKENDS = ("shm", "gloo", "nccl")
@@ -113,26 +112,19 @@ def try_backend(backend: str, nproc: int, *, gradients: bool = True) -> Trial:
     """Try a backend between new processes, and kill them afterwards."""
     if reason := _lacks(backend, nproc):
         return Trial(backend, reason=reason, tried=False)
-    context = multiprocessing.get_context("spawn")
     try:
         folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-")
     except OSError:  # a missing temporary folder is reported by the checks
         folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-", dir="/dev/shm")
     with folder as place:
-        ranks: list[tuple[Any, Connection]] = []
+        ranks: list[Child] = []
         try:
             for rank in range(nproc):
-                inbox, outbox = context.Pipe(duplex=False)
-                arguments = (backend, rank, nproc, str(Path(place) / "store"), gradients, outbox)
-                process = context.Process(target=_rank, args=arguments, daemon=True)
-                process.start()
-                outbox.close()
-                ranks.append((process, inbox))
+                store = str(Path(place) / "store")
+                ranks.append(spawn(_rank, backend, rank, nproc, store, gradients))
             return _result(backend, ranks)
         finally:
-            for process, _ in ranks:
-                process.kill()
-                process.join()
+            kill_all([process for process, _ in ranks])
 
 
 def _lacks(backend: str, nproc: int) -> str:
@@ -144,7 +136,7 @@ def _lacks(backend: str, nproc: int) -> str:
     return ""
 
 
-def _result(backend: str, ranks: list[tuple[Any, Connection]]) -> Trial:
+def _result(backend: str, ranks: list[Child]) -> Trial:
     """Return rank 0's trial, or the first failure."""
     end = time.monotonic() + _LIMIT_SECONDS
     waiting = {rank: inbox for rank, (_, inbox) in enumerate(ranks)}
@@ -168,7 +160,6 @@ def _rank(
     backend: str, rank: int, nproc: int, store: str, gradients: bool, outbox: Connection
 ) -> None:
     """Run one process of a trial."""
-    exit_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason contains the error
     torch.set_num_threads(1)
     trial = Trial(backend)

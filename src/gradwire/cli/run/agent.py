@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gradwire._limits import oom_kills
+from gradwire._processes import state_of_pid, wait_until
 from gradwire.recorder.black_box import PREFIX, REQUEST
-from gradwire.recorder.processes import state_of_pid
-from gradwire.shm.runtime.limits import CGROUPS, PROC, folders, text_of
 
 _WAIT_SECONDS = 3.0  # wait for dumps; a rank polls for requests five times per second
 
@@ -32,7 +32,7 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
         _earlier: tuple[Path, list[int]] | None = None
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            kills = _oom_kills()
+            kills = oom_kills()
             if self._earlier is not None:
                 _forget(dumps, *self._earlier, worker_group.workers[0].world_size)
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -84,7 +84,7 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
     codes = {ranks[local]: handler.proc.poll() for local, handler in handlers.items()}
     failed = {rank: code for rank, code in codes.items() if code}
     if failed:
-        killed = _oom_kills() > kills
+        killed = oom_kills() > kills
         exits = {
             rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
             for rank, code in failed.items()
@@ -99,7 +99,9 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
         request = directory / REQUEST
         request.write_text("the launcher ends the ranks")
         asked = request.stat().st_mtime_ns
-        _wait_until(lambda: all(_is_newer(directory, rank, asked) for rank in running))
+        wait_until(
+            lambda: all(_is_newer(directory, rank, asked) for rank in running), _WAIT_SECONDS
+        )
 
 
 def _is_newer(directory: Path, rank: int, than: int) -> bool:
@@ -107,20 +109,3 @@ def _is_newer(directory: Path, rank: int, than: int) -> bool:
         return (directory / f"{PREFIX}{rank}").stat().st_mtime_ns >= than
     except OSError:
         return False
-
-
-def _wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + _WAIT_SECONDS
-    while not done() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-def _oom_kills() -> int:
-    """Return the number of processes of this container that the out-of-memory killer ended."""
-    for folder in folders("memory", PROC, CGROUPS):
-        for file in ("memory.events", "memory.oom_control"):
-            for line in text_of(folder / file).splitlines():
-                name, _, number = line.partition(" ")
-                if name == "oom_kill" and number.strip().isdigit():
-                    return int(number)
-    return 0

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from gradwire._groups import destroy_in_thread, keep_store
+from gradwire._processes import Deadline
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.elastic.members.sockets import (
     listening_port,
@@ -34,7 +35,6 @@ from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostEr
 from gradwire.shm.group.process_group import ShmProcessGroup
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name, report_absent
 from gradwire.shm.register import is_available
-from gradwire.shm.runtime.sync import Deadline
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import DistributedError
 from gradwire.shm.meeting.links import Kind, Message, Receive
 from gradwire.shm.meeting.meeting import Meeting
@@ -29,7 +30,7 @@ from gradwire.shm.meeting.regions import (
 )
 from gradwire.shm.memory.header import PRIVATE, Location
 from gradwire.shm.messages.message_ring import RING_BYTES, MessageRing
-from gradwire.shm.runtime.sync import Deadline, spins_beside
+from gradwire.shm.runtime.sync import spins_beside
 
 UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
 """Sizes of upfront regions. Ordinary tensors up to the first size are copied before the ranks meet,

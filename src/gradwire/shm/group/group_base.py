@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import (
     ArgumentError,
     BrokenGroupError,
@@ -29,7 +30,6 @@ from gradwire.shm.messages.incoming import Incoming
 from gradwire.shm.messages.mailbox import Mailbox
 from gradwire.shm.messages.outgoing import Outgoing
 from gradwire.shm.runtime.operation_queue import Queue
-from gradwire.shm.runtime.sync import Deadline
 
 _GROUPS: WeakSet[GroupBase] = WeakSet()
 """All groups of this process, for its handlers at fork and at exit."""

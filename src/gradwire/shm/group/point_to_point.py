@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, CollectiveTimeoutError
 from gradwire.recorder import record_completion, ring
 from gradwire.shm.group.group_base import GroupBase
@@ -21,7 +22,6 @@ from gradwire.shm.memory.header import NUMBERS
 from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, is_ordinary, only
 from gradwire.shm.messages.incoming import Incoming
 from gradwire.shm.messages.mailbox import Mailbox, PostedReceive
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.shm.runtime.work import ShmWork, ended, wait_until
 
 

@@ -20,13 +20,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import BarrierOptions
 
+from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.group.movement import Movement
 from gradwire.shm.group.overloads import with_awaited_tensors, with_overloads
 from gradwire.shm.group.point_to_point import PointToPoint
 from gradwire.shm.group.reductions import Reductions
-from gradwire.shm.runtime.sync import Deadline
 
 
 @outside_graphs

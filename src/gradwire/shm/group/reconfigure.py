@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, BrokenGroupError
 from gradwire.shm.group.process_group import Operations, ShmProcessGroup
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.shm.runtime.work import ended
 
 _PREFIX = "shm:"

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.hierarchy.engine import Transfer, Transport
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.meeting.teams import Teams
 from gradwire.shm.memory.header import INLINE, Call, Location, check_consistent, header_bytes, write
-from gradwire.shm.runtime.sync import Deadline
 
 _ROW_BYTES = 256
 _HEADER_BYTES = header_bytes(0)

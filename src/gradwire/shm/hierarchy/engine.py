@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from gradwire._engine_errors import backend_failure
 from gradwire._groups import destroy_in_thread
+from gradwire._processes import Deadline
 from gradwire.errors import (
     ArgumentTypeError,
     CollectiveTimeoutError,
@@ -28,7 +29,6 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.runtime.sync import Deadline
 
 USER_TAGS = 8
 """Number of tags reserved for collectives; a caller's tag is increased by it on the engine."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from gradwire._processes import Deadline
 from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError, DistributedError
 from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
@@ -25,7 +26,6 @@ from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
 from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, only, write_back
 from gradwire.shm.runtime.operation_queue import Queue
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.shm.runtime.work import ShmWork
 
 _MAX_TAG = 2**30

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.algorithms.group_state import GroupState
 from gradwire.shm.algorithms.interface import InSharedMemory
 from gradwire.shm.memory.header import Call
-from gradwire.shm.runtime.sync import Deadline
 
 
 class Team:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from gradwire._processes import Deadline
 from gradwire.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -28,7 +29,6 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm.memory.segment import check_sealed
-from gradwire.shm.runtime.sync import Deadline
 
 _HEAD = struct.Struct("<Biq")  # kind, tag, and a number whose meaning depends on the kind
 _FD_BYTES = array.array("i").itemsize

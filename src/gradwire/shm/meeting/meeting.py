@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, MismatchError
 from gradwire.shm.meeting.links import Links, Receive
 from gradwire.shm.meeting.rendezvous import process_of
@@ -35,7 +36,7 @@ from gradwire.shm.memory.header import (
     write_location,
     write_mark,
 )
-from gradwire.shm.runtime.sync import Deadline, spins_for
+from gradwire.shm.runtime.sync import spins_for
 
 _KEPT_VIEWS = 256
 

@@ -24,11 +24,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
 from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.memory import segment
 from gradwire.shm.memory.header import PRIVATE, Location
-from gradwire.shm.runtime.sync import Deadline
 
 STAGING = (0, 1, 2, 3)
 """Numbers of a rank's staging regions, equal on all ranks."""

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from gradwire._processes import Deadline
 from gradwire.errors import (
     CollectiveTimeoutError,
     MismatchError,
@@ -25,7 +26,6 @@ from gradwire.errors import (
 )
 from gradwire.shm.meeting.forming import identity_of, of_ranks
 from gradwire.shm.meeting.teams import find_teams
-from gradwire.shm.runtime.sync import Deadline
 
 _FAILED = b"failed: "
 

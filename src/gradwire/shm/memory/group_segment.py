@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm.memory import segment
 from gradwire.shm.memory.group_semaphores import PLACE_BYTES, Placement, Semaphores
 from gradwire.shm.memory.header import TABLES_AT, header_bytes
-from gradwire.shm.runtime.sync import SEMAPHORE_BYTES, Deadline
+from gradwire.shm.runtime.sync import SEMAPHORE_BYTES
 
 _INLINE_BYTES, _LEAST = 512 << 10, 32 << 10
 """Inline bytes of all ranks together, and the minimum for one rank. Data beside the header takes

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire._limits import check_available
 from gradwire.errors import DistributedError
-from gradwire.shm.runtime.limits import check_available
 
 _KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # constants of Linux that Python lacks
 _ALLOCATED_AT_ONCE = 64 << 20

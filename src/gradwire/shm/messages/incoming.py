@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.meeting.links import Links
 from gradwire.shm.messages.arrivals import Arrivals
 from gradwire.shm.messages.mailbox import Mailbox
 from gradwire.shm.messages.message_ring import SLOTS, MessageRing
-from gradwire.shm.runtime.sync import Deadline
 from gradwire.shm.runtime.work import ShmWork, wait_until
 
 _POLL_SECONDS = 0.05

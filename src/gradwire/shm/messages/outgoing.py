@@ -17,13 +17,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.memory import segment
 from gradwire.shm.memory.header import NUMBERS
 from gradwire.shm.memory.tensors import flat_of
 from gradwire.shm.messages.message_ring import SLOT_BYTES, Head, MessageRing
-from gradwire.shm.runtime.sync import Deadline
 
 REST = struct.Struct("<6q")
 """Head of a message, or of the rest of one, that travels over the connection: before its data, or

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from gradwire.shm.runtime.limits import cores
+from gradwire._limits import cores
 
 SEMAPHORE_BYTES = 64
 """Bytes of a semaphore, more than any sem_t: a cache line."""
@@ -70,28 +70,6 @@ def main_thread_awaits(done: Callable[[], bool]) -> bool:
 def has_semaphores() -> bool:
     """Return True if the C library has `sem_clockwait` (glibc 2.30 or newer)."""
     return hasattr(ctypes.CDLL(None), "sem_clockwait")
-
-
-class Deadline:
-    """Point in time by which an operation must end.
-
-    Args:
-        seconds: Seconds from now; None for no limit.
-    """
-
-    __slots__ = ("_end", "seconds")
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def over(self) -> bool:
-        """Return True if the deadline has passed."""
-        return self._end is not None and time.monotonic() >= self._end
-
-    def left(self) -> float | None:
-        """Return the seconds until the deadline, at least 0; None for no limit."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 def spins_for(others: Collection[int]) -> int:

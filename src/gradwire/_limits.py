@@ -27,21 +27,21 @@ def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGRO
     for process in others:
         with suppress(OSError):
             usable |= os.sched_getaffinity(process)
-    quotas = map(_quota, folders("cpu", proc, cgroups))
+    quotas = map(_quota, _folders("cpu", proc, cgroups))
     return min([float(len(usable)), *(q for q in quotas if q is not None)])
 
 
 def _quota(folder: Path) -> float | None:
     """Return a cgroup's quota in cores, None for no limit; one file in version 2, two in 1."""
-    words = text_of(folder / "cpu.max").split()
+    words = _text_of(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
         return int(words[0]) / int(words[1])
-    quota = number_in(folder / "cpu.cfs_quota_us")
-    period = number_in(folder / "cpu.cfs_period_us")
+    quota = _number_in(folder / "cpu.cfs_quota_us")
+    period = _number_in(folder / "cpu.cfs_period_us")
     return quota / period if quota and period else None
 
 
-def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+def _folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors.
 
     In a container the path in /proc may be that of the host, which does not exist inside. The
@@ -52,7 +52,7 @@ def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
         proc: Mount point of procfs.
         cgroups: Mount point of the cgroups' file system.
     """
-    for line in text_of(proc / "self" / "cgroup").splitlines():
+    for line in _text_of(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = cgroups / controllers
@@ -60,7 +60,7 @@ def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
             yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root))
 
 
-def text_of(file: Path) -> str:
+def _text_of(file: Path) -> str:
     """Return a file's text; empty if it cannot be read."""
     try:
         return file.read_text()
@@ -68,10 +68,21 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def number_in(file: Path) -> int | None:
+def _number_in(file: Path) -> int | None:
     """Return the number in a file; None if it cannot be read, is negative, or "max"."""
-    text = text_of(file).strip()
+    text = _text_of(file).strip()
     return int(text) if text.isdigit() else None
+
+
+def oom_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the number of processes of this container that the out-of-memory killer ended."""
+    for folder in _folders("memory", proc, cgroups):
+        for file in ("memory.events", "memory.oom_control"):
+            for line in _text_of(folder / file).splitlines():
+                name, _, number = line.partition(" ")
+                if name == "oom_kill" and number.strip().isdigit():
+                    return int(number)
+    return 0
 
 
 _CHECKED_FROM = 4 << 20
@@ -102,13 +113,13 @@ def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) ->
         return
     swap = host.get("SwapFree:", 0)
     _check("the host", size, host["MemAvailable:"] + swap)
-    for folder in folders("memory", proc, cgroups):
+    for folder in _folders("memory", proc, cgroups):
         for limit_file, use_file, *swap_files in _CGROUP_FILES:
-            limit = number_in(folder / limit_file)
-            use = None if limit is None else number_in(folder / use_file)
+            limit = _number_in(folder / limit_file)
+            use = None if limit is None else _number_in(folder / use_file)
             if limit is None or use is None or size <= limit - use:
                 continue
-            swap_limit, swap_use = (number_in(folder / name) for name in swap_files)
+            swap_limit, swap_use = (_number_in(folder / name) for name in swap_files)
             if swap_limit is not None and swap_use is not None:
                 swap = min(swap, max(0, swap_limit - swap_use))
             left = limit - use + _reclaimable(folder) + swap
@@ -128,5 +139,5 @@ def _reclaimable(folder: Path) -> int:
 
 def _table(file: Path) -> dict[str, int]:
     """Return a file's lines of a name and a number as a dict."""
-    lines = (line.split() for line in text_of(file).splitlines())
+    lines = (line.split() for line in _text_of(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
