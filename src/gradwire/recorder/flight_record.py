@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradwire._processes import wait_until
 from gradwire._torch import analysed_backend, torchs_flight_records
 from gradwire.recorder import recording as r
 from gradwire.recorder.groups import GroupInfo, in_this_world, known_groups
@@ -52,9 +53,7 @@ def await_gloos_ends(timeout: float = 0.2) -> None:
     Without this wait, a rank that just left a collective would appear to be in it. Collectives
     without an end after the timeout count as running.
     """
-    until = time.monotonic() + timeout
-    while _gloo_has_open_ends() and time.monotonic() < until:
-        time.sleep(0.005)
+    wait_until(lambda: not _gloo_has_open_ends(), timeout, pause=0.005)
 
 
 def _gloo_has_open_ends() -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import recorder
-from gradwire.recorder.processes import state_of_pid
+from gradwire._processes import state_of_pid
 
 __all__ = ["LIMIT", "Ranks", "wait_for_announcements", "wait_until"]
 

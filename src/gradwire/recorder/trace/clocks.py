@@ -6,10 +6,11 @@ import struct
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 
 from torch.distributed import Store
+
+from gradwire._processes import boot_id
 
 _TRIPS = 16
 _TIME = struct.Struct("<q")
@@ -30,10 +31,7 @@ class Offset:
 
 def this_clock() -> str:
     """Return a name that is equal for processes with the same CLOCK_MONOTONIC, the kernel's."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return uuid.uuid4().hex
+    return boot_id() or uuid.uuid4().hex
 
 
 def find_offset(

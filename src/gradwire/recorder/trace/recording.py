@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from gradwire._groups import find_store
+from gradwire._processes import wait_until
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.groups import at_end_of_job, known_groups, this_rank
 from gradwire.recorder.recording import ring
@@ -86,9 +86,8 @@ class Recording:
         return self.path.with_name(f"{self.path.name}.{rank}.part")
 
     def _merge(self, size: int) -> None:
-        files, end = [self._part(rank) for rank in range(size)], time.monotonic() + _WAIT_SECONDS
-        while not all(file.exists() for file in files) and time.monotonic() < end:
-            time.sleep(0.02)
+        files = [self._part(rank) for rank in range(size)]
+        wait_until(lambda: all(file.exists() for file in files), _WAIT_SECONDS)
         there = [file for file in files if file.exists()]
         parts = [json.loads(file.read_text()) for file in there]
         _write_whole(self.path, trace_of(parts))
