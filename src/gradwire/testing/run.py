@@ -132,7 +132,7 @@ class Run:
                 except EOFError:
                     events.append((rank, _Died()))
                 except TimeoutError:
-                    pass  # the worker stopped within a message: the time limit ends the call
+                    continue  # the worker stopped within a message: the time limit ends the call
             elif worker.process.poll() is not None and not wait([descriptor], 0):
                 events.append((rank, _Died()))
         return sorted(events, key=lambda event: not isinstance(event[1], _Died))

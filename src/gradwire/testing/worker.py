@@ -17,7 +17,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire._processes import end_when_closed
 from gradwire.errors import ArgumentTypeError
 from gradwire.shm import Options
 from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
@@ -38,7 +38,7 @@ __all__ = ["main"]
 
 def main(channel_fd: int, lifeline: int) -> None:
     """Serve tasks; ends with the process."""
-    _die_with_parent(lifeline)
+    end_when_closed(lifeline)
     os.set_inheritable(channel_fd, False)
     channel = Channel(socket.socket(fileno=channel_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -65,22 +65,6 @@ def main(channel_fd: int, lifeline: int) -> None:
             os.close(store)
             channel.send(Idle())
     os._exit(0)
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """End this process with the parent, which alone holds the pipe's writing end."""
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    os.set_inheritable(lifeline, False)
-    threading.Thread(target=watch, name="gradwire-lifeline", daemon=True).start()
-    # the thread needs the GIL, which extension code may hold for good: have the kernel send SIGKILL
-    # when the pipe is closed. The thread is for a pipe that was closed before that.
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def _reset_signals(handlers: Mapping[signal.Signals, Any]) -> None:
