@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from gradwire._processes import namespace, this_process
 from gradwire._version import __version__
-from gradwire.ddp.faults.liveness import this_process
 from gradwire.elastic.members.environment import LAUNCH_VARIABLES
 from gradwire.elastic.members.sockets import own_connection
 from gradwire.elastic.protocol import Arrival, Decision
@@ -39,11 +39,7 @@ class Process:
     @staticmethod
     def this(listener: str) -> Process:
         """Return the calling process."""
-        try:
-            network = os.readlink("/proc/self/ns/net")
-        except OSError:
-            network = ""
-        return Process(this_process(), listener, network)
+        return Process(this_process(), listener, namespace("net"))
 
     @property
     def host(self) -> str | None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from gradwire.ddp.faults.liveness import is_alive
+from gradwire._processes import is_alive
 from gradwire.elastic.members.membership import Membership, Signs
 from gradwire.errors import DistributedError
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire._processes import end_with_parent
 from gradwire.elastic.members.reports import Reports
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 60.0  # until a message says that processes still run after the run
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Supervisor:
                 # a terminal's signals reach the supervisor only, which forwards them once
                 start_new_session=True,
                 # the process dies with the supervisor, even if that gets SIGKILL
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
         except BaseException:
             reports.started()
@@ -212,11 +210,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gradwire.ddp.faults.liveness import is_alive, this_process
+from gradwire._processes import is_alive, this_process
 from gradwire.elastic.training.transfer import cast, put
 from gradwire.errors import ArgumentError, CheckpointError
 
