@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 
 from gradwire._groups import store_of
-from gradwire.ddp.faults.liveness import is_alive, this_process
+from gradwire._processes import is_alive, this_process
 from gradwire.errors import PeerLostError
 
 STORE_USE = "ranks report errors to each other"
