@@ -78,8 +78,8 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
         raise ArgumentError(f"{name!r} is a {type(factory).__name__}: pass a function")
     try:
         inspect.signature(factory).bind()
-    except ValueError:  # a built-in without a signature
-        pass
+    except ValueError:
+        pass  # a built-in without a signature: the call below shows whether it takes no arguments
     except TypeError as error:
         raise ArgumentError(f"{name!r} cannot be called without arguments: {error}") from error
     made = factory()
