@@ -23,7 +23,7 @@ TWO = (2, 2)
 
 
 def engine_of(group):
-    return member_of(group)._context.transport._engine
+    return member_of(group)._group.state.transport._engine
 
 
 def messages():

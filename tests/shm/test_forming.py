@@ -103,7 +103,7 @@ def killed_amid_forming():
 
     place = nullcontext()
     if dist.get_rank() == 1:
-        place = mock.patch.object(register, "_make_group", connected)
+        place = mock.patch.object(register, "join", connected)
     with place, pytest.raises(PeerLostError, match="died"):
         dist.new_group(backend="shm")
     return True
@@ -122,7 +122,7 @@ def spins_when_pinned(cores: list[int]) -> bool:
     try:
         group = dist.new_group(backend="shm")
         dist.barrier(group)
-        return member_of(group)._state._spins > 1
+        return member_of(group)._group.state._spins > 1
     finally:
         os.sched_setaffinity(0, usable)
 
@@ -143,7 +143,7 @@ def messages_when_pinned(cores: list[int]) -> list[bool]:
                 assert (received == peer * 10.0 + rank).all()
             for work in sent:
                 work.wait()
-        rings = [member_of(group)._incoming[peer]._arrivals.ring for peer in others]
+        rings = [member_of(group)._group.messages.incoming[peer]._arrivals.ring for peer in others]
         return [ring._filled._spins > 1 for ring in rings]
     finally:
         os.sched_setaffinity(0, usable)

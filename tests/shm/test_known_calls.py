@@ -42,7 +42,7 @@ def prepared_beside_ordinary():
             dist.all_reduce(gaps, op)
             assert str(x.tolist()) == str(gaps.tolist()), (shape, dtype, op)
         assert x._version >= version + 3 or not x.numel()
-    assert member_of(dist.group.WORLD)._known._of
+    assert member_of(dist.group.WORLD)._group.known._of
 
 
 @pytest.mark.narrow({"world": 2})
@@ -53,17 +53,22 @@ def test_cached_calls_give_the_same_bits(world):
 
 def after_one_another():
     group = member_of(dist.group.WORLD)
-    most = group._state.inline_bytes // 4
+    most = group._group.state.inline_bytes // 4
     for _ in range(2):
-        assert not any(group._known._of.values())
+        assert not any(group._group.known._of.values())
         for count in (0, 1, most, most + 1):  # the last does not travel with the header
             dist.all_reduce(torch.ones(count))
-    assert [known is not None for known in group._known._of.values()] == [False, True, True, True]
+    assert [known is not None for known in group._group.known._of.values()] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     for count in range(1, 300):
         x = torch.ones(count)
         dist.all_reduce(x)
         assert x.eq(2).all()
-    assert len(group._known._of) <= 256
+    assert len(group._group.known._of) <= 256
     with pytest.raises(MismatchError, match="number of elements"):
         dist.all_reduce(torch.ones(3 + dist.get_rank()))
     with pytest.raises(MismatchError, match="different collectives"):
@@ -81,7 +86,7 @@ def after_one_another():
     assert [number.item() for number in numbers] == [2, 4, 6, 8, 10]
     assert y.item() == 2
     dist.destroy_process_group()
-    assert not group._known._of
+    assert not group._group.known._of
 
 
 def test_the_cache_is_bounded_and_errors_are_the_same():

@@ -24,7 +24,7 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm.group import group_base, point_to_point
+from gradwire.shm.group import point_to_point, process_group
 from gradwire.shm.memory import segment
 from gradwire.shm.messages import arrivals, message_ring, outgoing
 from gradwire.shm.messages.incoming import Incoming
@@ -62,7 +62,7 @@ def store_of_the_group():
 @contextmanager
 def taking_nothing(source):
     """Whatever this rank is sent by `source` meanwhile stays in the ring, and with the links."""
-    incoming, turn = member_of(dist.group.WORLD)._incoming[source], threading.Lock()
+    incoming, turn = member_of(dist.group.WORLD)._group.messages.incoming[source], threading.Lock()
     with turn:
         while not incoming._enter(turn):  # the links' thread looks, for a moment
             time.sleep(0.001)
@@ -371,7 +371,10 @@ def at_the_end_of_a_wait(patch):
 
 def amid_a_look(patch):
     """What another thread asked it to look for meanwhile is found."""
-    incoming, take_all = member_of(dist.group.WORLD)._incoming[0], arrivals.Arrivals.take_all
+    incoming, take_all = (
+        member_of(dist.group.WORLD)._group.messages.incoming[0],
+        arrivals.Arrivals.take_all,
+    )
     future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
 
     def interrupted(*_):
@@ -397,7 +400,7 @@ def as_nobody_wants(patch):
         futures.append(dist.irecv(torch.zeros(1), 0, tag=2).get_future())
         want(ring, wanted)
 
-    incoming = member_of(dist.group.WORLD)._incoming[0]
+    incoming = member_of(dist.group.WORLD)._group.messages.incoming[0]
     patch.setattr(MessageRing, "want", handled)
     incoming.unwant(None)
     store_of_the_group().set("wanted", "")
@@ -522,7 +525,7 @@ def leaves_after_messages():
         member_of(group).shutdown()
         return []
     dist.recv(torch.zeros(1), 1, group=group)
-    links, wait = member_of(group)._state.links, MessageRing.wait
+    links, wait = member_of(group)._group.state.links, MessageRing.wait
 
     def late(ring, seconds):
         store.set("waits", "")
@@ -557,7 +560,7 @@ def received_from_any_rank_as_all_leave():
         return None
     for source in (1, 2):
         dist.recv(x, source, group=group)
-    links, look = member_of(group)._state.links, Incoming.poll
+    links, look = member_of(group)._group.state.links, Incoming.poll
     looks = threading.Event()
 
     def late(incoming):
@@ -812,7 +815,7 @@ def aborted_before_it_is_posted(src):
         return posted(*fields)
 
     point_to_point.PostedReceive = late
-    work = group._receive([torch.zeros(1)], src, 0)
+    work = group._group.messages.receive(group._group, [torch.zeros(1)], src, 0)
     point_to_point.PostedReceive = posted
     with pytest.raises(BrokenGroupError):
         work.wait(timedelta(seconds=3))
@@ -850,7 +853,7 @@ def test_a_send_amid_the_making_of_a_ring():
 
 def incoming_when_reading_begins():
     """Whether each peer has its `Incoming` when the links' thread may call it."""
-    state_of, seen, made = group_base.GroupState, [], []
+    state_of, seen, made = process_group.SharedMemory, [], []
 
     def make(*arguments):
         made.append(state_of(*arguments))
@@ -858,7 +861,7 @@ def incoming_when_reading_begins():
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_base, "GroupState", make)
+        patch.setattr(process_group, "SharedMemory", make)
         group = dist.new_group([0, 1])
     dist.barrier(group=group)
     return seen, made[0].links._thread.is_alive()

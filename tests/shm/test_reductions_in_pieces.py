@@ -89,7 +89,7 @@ def reduce_through(number, count):
         assert torch.equal(out, whole[rank * each :][:each])
     finally:
         group_state.ring_for = chosen
-    return list(member_of(dist.group.WORLD)._state._staging)
+    return list(member_of(dist.group.WORLD)._group.state._staging)
 
 
 @pytest.mark.parametrize("number", range(len(RINGS)))

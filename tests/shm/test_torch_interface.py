@@ -106,7 +106,7 @@ def absent():
 
 
 def _links(group):
-    return member_of(group)._state.links
+    return member_of(group)._group.state.links
 
 
 def test_monitored_barrier_names_missing_ranks():
@@ -207,7 +207,7 @@ def large_beside_others():
                 end_beside_it(work)
         assert out.eq(world - 1).all()
         assert back.eq(world * (world - 1)).all()
-    state = member_of(dist.group.WORLD)._state
+    state = member_of(dist.group.WORLD)._group.state
     asked = {32}  # MiB, by threads
     if rank:
         asked |= {2, 32} if state._crowded else {2, 6}  # by a main thread: of reductions the 2
@@ -241,7 +241,9 @@ def large_while_the_main_thread_waits():
         dist.barrier()
         dist.all_reduce(x)
     assert x.eq(3.0).all()
-    return [len(region) >> 20 for region in member_of(dist.group.WORLD)._state._staging.values()]
+    return [
+        len(region) >> 20 for region in member_of(dist.group.WORLD)._group.state._staging.values()
+    ]
 
 
 def test_large_operations_of_a_thread_for_which_the_main_thread_waits_take_short_steps():

@@ -22,15 +22,12 @@ import gradwire_autoload
 from gradwire._processes import Deadline
 from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
-from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
+from gradwire.shm.group.group import Group
+from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup, join
 from gradwire.shm.group.reconfigure import ReconfigurableGroup
-from gradwire.shm.hierarchy.context import Context
+from gradwire.shm.hierarchy import group as across_hosts
+from gradwire.shm.hierarchy.algorithms import AcrossHosts
 from gradwire.shm.hierarchy.engine import Options, Transport
-from gradwire.shm.hierarchy.group import (
-    AcrossHostsBackend,
-    AcrossHostsOperations,
-    AcrossHostsProcessGroup,
-)
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.meeting.forming import Forming
 from gradwire.shm.meeting.rendezvous import connect_all, report_failure
@@ -95,9 +92,7 @@ def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
         raise ArgumentError(
             'group is not on shm: pass one that new_group(backend="shm") or init_process_group made'
         )
-    if isinstance(member, AcrossHostsOperations):
-        return member.teams
-    return (tuple(range(group.size())),)
+    return member.teams
 
 
 def _backend_of(group: ProcessGroup) -> Operations | None:
@@ -228,7 +223,8 @@ def _form_group(
     Raises:
         DistributedError: A rank failed; raised on all ranks.
     """
-    group, store = None, forming.store
+    group: Operations | None = None
+    store = forming.store
     try:
         if timeout.total_seconds() <= 0:
             raise ArgumentError(f"timeout is {timeout}: give a positive one")
@@ -238,9 +234,11 @@ def _form_group(
         teams = Teams.of(ranks, rank)
         places = {teams.own.index(peer): connection for peer, connection in peers.items()}
         if teams.count == 1:
-            group = _make_group(rank, size, places, timeout)
+            joined = join(rank, places, timeout.total_seconds())
         else:
-            group = _make_group_across(store, rank, size, timeout, options, teams, places)
+            joined = _join_hosts(store, timeout, options, teams, places)
+        split_off = partial(make_backend, options=options)
+        group = ShmBackend(joined, split_off) if PYTHON_BACKENDS else ShmProcessGroup(joined)
         opts = BarrierOptions()
         opts.asyncOp = False
         group.barrier(opts)  # raises if a rank failed meanwhile: it has closed its connections
@@ -257,31 +255,17 @@ def _form_group(
     return group
 
 
-def _make_group(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
-    if PYTHON_BACKENDS:
-        return ShmBackend(rank, size, peers, timeout, make_backend)
-    return ShmProcessGroup(rank, size, peers, timeout)
-
-
-def _make_group_across(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    options: Options,
-    teams: Teams,
-    peers: dict[int, Any],
-) -> Operations:
-    """Return the group over several hosts: a team within each, and an engine between them."""
-    deadline = Deadline(timeout.total_seconds())
-    team = Team(teams.own, teams.place, teams.owners, peers, deadline)
+def _join_hosts(
+    store: Store, timeout: timedelta, options: Options, teams: Teams, peers: dict[int, Any]
+) -> Group:
+    """Form a group over several hosts: a team within each, and an engine between them."""
+    rank, size = teams.own[teams.place], sum(map(len, teams.ranks))
+    seconds = timeout.total_seconds()
+    team = Team(teams.own, teams.place, teams.owners, peers, Deadline(seconds))
     try:
         engine = options.engine(PrefixStore("engine", store), rank, size, timeout)
     except BaseException:
         team.close()
         raise
-    context: Any = Context(rank, teams, team, Transport(engine, rank, size, store))
-    if PYTHON_BACKENDS:
-        split_off = partial(make_backend, options=options)
-        return AcrossHostsBackend(rank, size, context, timeout, split_off)
-    return AcrossHostsProcessGroup(rank, size, context, timeout)
+    transport = Transport(engine, rank, size, store)
+    return across_hosts.join(AcrossHosts(rank, teams, team, transport), seconds)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
-from gradwire.shm.group.group_base import GroupBase
+from gradwire.shm.group.process_group import Operations
 from gradwire.shm.register import member_of
 
 Entry = list[Any]
@@ -116,7 +116,7 @@ class LogMode(TorchDispatchMode):
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group, self._name, self._log = group, group.group_name, log
-        self._observed: list[GroupBase] = []
+        self._observed: list[Operations] = []
 
     def __enter__(self) -> LogMode:
         groups = {self._group, *dist.distributed_c10d._world.pg_names}

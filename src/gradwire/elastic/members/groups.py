@@ -32,7 +32,7 @@ from gradwire.elastic.members.sockets import (
     sockets,
 )
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
-from gradwire.shm.group.process_group import ShmProcessGroup
+from gradwire.shm.group.process_group import ShmProcessGroup, join
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name, report_absent
 from gradwire.shm.register import is_available
 
@@ -133,7 +133,7 @@ def _wrap_shm(
     timeout: timedelta,
     name: str,
 ) -> GenerationGroup:
-    group = ShmProcessGroup(rank, size, peers, timeout)
+    group = ShmProcessGroup(join(rank, peers, timeout.total_seconds()))
     group.setGroupName(name)
     return GenerationGroup(group, store, group.abort)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwire.recorder import Entry
-from gradwire.shm.algorithms.arithmetic import reducer
+from gradwire.shm.algorithms.arithmetic import check_reduction, reducer
 from gradwire.shm.algorithms.group_state import GroupState
 from gradwire.shm.algorithms.reduce import place, reduce_placed
-from gradwire.shm.memory.header import Call
+from gradwire.shm.memory.header import NUMBERS, Call
 
 Key = tuple[torch.Size, torch.dtype, int]
 """Kind of calls: shape and dtype of the tensor, number of the reduce op."""
@@ -87,17 +87,20 @@ class KnownCalls:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._of: dict[Key, KnownCall | None] = {}
-        self.get = self._of.get
 
-    def meet(self, key: Key) -> KnownCall | None:
-        """Return the setup of a kind that `get` did not find; None for its first call."""
-        if key in self._of:
-            return self._make(key)
-        self._keep(key, None)
-        return None
+    def find(self, tensor: Tensor, op: int) -> KnownCall | None:
+        """Return the setup for an ordinary tensor; None for the first call of its kind."""
+        key = tensor.shape, tensor.dtype, op
+        known = self._of.get(key)
+        if known is None and tensor.dtype in NUMBERS:
+            check_reduction(op, tensor.dtype)
+            if key in self._of:
+                return self._make(key)
+            self._keep(key, None)
+        return known
 
     def _make(self, key: Key) -> KnownCall | None:
-        nbytes = _nbytes(key)
+        nbytes = key[0].numel() * key[1].itemsize
         if not nbytes:
             return None
         kind = _Short if nbytes <= self._state.inline_bytes else _Long
@@ -113,7 +116,3 @@ class KnownCalls:
     def clear(self) -> None:
         """Release the shared memory."""
         self._of.clear()
-
-
-def _nbytes(key: Key) -> int:
-    return key[0].numel() * key[1].itemsize

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradwire.shm.algorithms.arithmetic import reduce_into, reducer
-from gradwire.shm.algorithms.group_state import GroupState
-from gradwire.shm.algorithms.pieces import (
+from gradwire.shm.algorithms.exchange import (
     block_start,
     copy_but,
     fill_slot,
@@ -22,6 +21,7 @@ from gradwire.shm.algorithms.pieces import (
     share,
     sync_in_place,
 )
+from gradwire.shm.algorithms.group_state import GroupState
 from gradwire.shm.meeting.regions import USERS
 from gradwire.shm.memory.copying import copy, copy_to_all, count_write, overwrites
 from gradwire.shm.memory.header import INLINE, PRIVATE, Call, Location

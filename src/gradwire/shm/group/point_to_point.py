@@ -1,76 +1,108 @@
 """Point-to-point operations of a group."""
 
-# torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="override,assignment"
-
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from gradwire._processes import Deadline
-from gradwire.errors import ArgumentError, CollectiveTimeoutError
+from gradwire.errors import ArgumentError, CollectiveTimeoutError, DistributedError
 from gradwire.recorder import record_completion, ring
-from gradwire.shm.group.group_base import GroupBase
-from gradwire.shm.meeting.links import Links
+from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.group.group import Group, check_peer
+from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.memory.header import NUMBERS
 from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, is_ordinary, only
 from gradwire.shm.messages.incoming import Incoming
 from gradwire.shm.messages.mailbox import Mailbox, PostedReceive
+from gradwire.shm.messages.outgoing import Outgoing
 from gradwire.shm.runtime.work import ShmWork, ended, wait_until
 
 
-class PointToPoint(GroupBase):
-    """Operations of a group that send and receive."""
+class RingMessages:
+    """Messages of a group through rings in shared memory.
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+    Args:
+        peers: Number of other ranks.
+
+    Attributes:
+        incoming: Receiving side of each pair of ranks, by the other rank.
+    """
+
+    def __init__(self, peers: int) -> None:
+        self._mailbox = Mailbox(peers)
+        self.incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+
+    def connect(self, state: GroupState, peers: Iterable[int]) -> None:
+        """Set the state that has the rings, before its links begin to read."""
+        self._links = state.links
+        for peer in peers:
+            find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
+            self.incoming[peer] = Incoming(peer, state.links, self._mailbox, find)
+            self._outgoing[peer] = Outgoing(peer, state.links, make)
+
+    def deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
+        """Handle a message of the connection; see `receive` of `Links`."""
+        incoming = self.incoming[peer]
+        if message.kind == Kind.WAKE:
+            return incoming.wake
+        incoming.add_rest(message)
+        return incoming.poll
+
+    def on_lost(self, peer: int) -> Callable[[], None] | None:
+        """Handle the loss of a peer; see `Links`."""
+        return self.incoming[peer].poll
+
+    def send(self, group: Group, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Send a tensor, which can be changed as soon as this returns."""
-        self.check_usable()
-        self._check_peer(dst, "dst")
+        group.check_usable()
+        check_peer(group, dst, "dst")
         _check_tag(tag)
         tensor = data = only(tensors)
         if not (is_ordinary(tensor) and tensor.dtype in NUMBERS):
             check_tensors(tensors)
             data = flat_of(tensor)
         # before the message is sent: a dump then names a send that hangs
-        ring.begin_message(self._recorded, "send", tensor, dst, _ended)
+        ring.begin_message(group.recorder.group, "send", tensor, dst, _ended)
         self._mailbox.last_post = 0.0
-        self._outgoing[dst].send(tag, data, Deadline(self._seconds))
+        self._outgoing[dst].send(tag, data, Deadline(group.seconds))
         return ended(tensors)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Fill a tensor with the next message of this tag from rank `src`."""
-        self._check_peer(src, "src")
-        return self._receive(tensors, src, tag)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Fill a tensor with the next message of this tag from any rank."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
-        self.check_usable()
+    def receive(self, group: Group, tensors: list[Tensor], src: int | None, tag: int) -> Work:
+        """Fill a tensor with the next message of a tag; from any rank if `src` is None."""
+        if src is not None:
+            check_peer(group, src, "src")
+        group.check_usable()
         _check_tag(tag)
         tensor, peer = only(tensors), -1 if src is None else src
         is_plain = is_ordinary(tensor) and tensor.dtype in NUMBERS
         if not is_plain:
             check_results(tensors)
-        entry = ring.begin_message(self._recorded, "recv", tensor, peer, _ended)
-        if src is not None and is_plain and self._incoming[src].take_now(tensor, tag):
+        entry = ring.begin_message(group.recorder.group, "recv", tensor, peer, _ended)
+        if src is not None and is_plain and self.incoming[src].take_now(tensor, tag):
             return ended(tensors, src)
-        links, mailbox = self._state.links, self._mailbox
-        senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
-        work = _ReceiveWork(tensors, self._seconds, links, mailbox, senders, tag)
+        senders = list(self.incoming.values()) if src is None else [self.incoming[src]]
+        work = _ReceiveWork(tensors, group.seconds, self._links, self._mailbox, senders, tag)
         if entry is not None:
             record_completion(entry, _is_done(weakref.ref(work)))
-        receive = PostedReceive(src, tag, tensor.detach(), work)
+        self._post(PostedReceive(src, tag, tensor.detach(), work), senders, work.posted)
+        if src is None and not work.is_done():
+            work.want()
+        return work
+
+    def _post(self, receive: PostedReceive, senders: list[Incoming], now: float) -> None:
+        """Complete a receive whose message has arrived, or post it."""
+        links, mailbox = self._links, self._mailbox
         with links.lock:
             envelope = mailbox.post(receive)
-        mailbox.last_post = work._posted
+        mailbox.last_post = now
         if envelope is not None:
             receive.complete(envelope)
         elif links.aborted is not None:  # by another thread, after the check above
@@ -79,9 +111,19 @@ class PointToPoint(GroupBase):
         elif links.lost:  # receives posted before have failed already
             for sender in senders:  # not over `lost`: the links' thread may add to it
                 sender.poll()
-        if src is None and not work.is_done():
-            work.want()
-        return work
+
+    def fail_all(self, error: DistributedError) -> None:
+        """Fail all receives, posted or half filled; the links have the same error."""
+        with self._links.lock:
+            self._mailbox.fail_all(error)
+        for incoming in self.incoming.values():
+            incoming.poll()
+
+    def close(self) -> None:
+        """Release the rings' memory after all receives have ended."""
+        for peer, outgoing in self._outgoing.items():
+            outgoing.close()
+            self.incoming[peer].close()
 
 
 def _ended() -> bool:
@@ -106,12 +148,12 @@ class _ReceiveWork(ShmWork):
         super().__init__(tensors, seconds, callbacks_in_own_thread=True)
         self._links, self._mailbox = links, mailbox
         self._senders, self._tag = senders, tag
-        self._posted = time.monotonic()
+        self.posted = time.monotonic()
 
     def _wait(self, seconds: float | None) -> bool:
         if len(self._senders) != 1:
             return wait_until(self.is_completed, seconds)
-        self._senders[0].note_wait(self._posted)
+        self._senders[0].note_wait(self.posted)
         self._senders[0].wait(self, self._tag, Deadline(seconds))
         return self.is_completed()  # messages that have arrived count even after the deadline
 

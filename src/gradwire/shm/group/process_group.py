@@ -12,27 +12,74 @@ some operations, so some methods have several names here.
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.distributed import ProcessGroup
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.shm.algorithms.known_calls import KnownCalls
+from gradwire.shm.algorithms.shared_memory import SharedMemory
+from gradwire.shm.group.group import Group
 from gradwire.shm.group.movement import Movement
 from gradwire.shm.group.overloads import with_awaited_tensors, with_overloads
-from gradwire.shm.group.point_to_point import PointToPoint
+from gradwire.shm.group.point_to_point import RingMessages
+from gradwire.shm.group.record import Observer, Recorder
 from gradwire.shm.group.reductions import Reductions
+from gradwire.shm.runtime.operation_queue import Queue
+
+_GROUPS: WeakSet[Operations] = WeakSet()
+"""All groups of this process, for its handlers at fork and at exit."""
+_JOINED: set[Operations] = set()
+"""Groups that this rank has not left: PyTorch's C++ keeps only their C++ part alive."""
+
+
+def join(
+    rank: int, peers: dict[int, Any], seconds: float, deadline: Deadline | None = None
+) -> Group:
+    """Form a group on one host.
+
+    Args:
+        rank: Rank of this process.
+        peers: Connection to each other rank.
+        seconds: Timeout of operations without their own.
+        deadline: Deadline for the group to form; that of an operation if None.
+    """
+    size, deadline = len(peers) + 1, deadline or Deadline(seconds)
+    messages = RingMessages(len(peers))
+    deliver, on_lost = messages.deliver, messages.on_lost
+    state = SharedMemory(rank, size, peers, deliver, on_lost, deadline)
+    messages.connect(state, peers)
+    queue = Queue(f"gradwire-shm-{rank}")
+    state.is_awaited = queue.is_awaited
+    state.links.start()  # not before: a peer may have sent already
+    return Group(rank, size, state, messages, queue, seconds, KnownCalls(state))
 
 
 @outside_graphs
 @with_awaited_tensors
-class Operations(Reductions, Movement, PointToPoint):
-    """All operations of a group over shared memory."""
+class Operations(Reductions, Movement):
+    """All operations of a group, and its end."""
+
+    def __init__(self, group: Group) -> None:
+        self._recorder = Recorder(self)
+        _GROUPS.add(self)
+        self._enter(group)
+
+    def _enter(self, group: Group) -> None:
+        """Run the operations in a group from here on; `NoMembers` in place of one."""
+        self._group, group.recorder = group, self._recorder
+        (_JOINED.add if isinstance(group, Group) else _JOINED.discard)(self)
 
     # names in torch before 2.13
     _allgather_base = Movement.all_gather_single
@@ -41,31 +88,121 @@ class Operations(Reductions, Movement, PointToPoint):
     reduce_scatter_tensor_coalesced = Reductions.reduce_scatter_single_coalesced
     alltoall_base = Movement.all_to_all_single
 
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor; between hosts, it must not change until the handle was waited for."""
+        return self._group.messages.send(self._group, tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Fill a tensor with the next message of this tag from rank `src`."""
+        return self._group.messages.receive(self._group, tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Fill a tensor with the next message of this tag from any rank."""
+        return self._group.messages.receive(self._group, tensors, None, tag)
+
+    # --- properties ---
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return "shm"
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of operations without their own."""
+        return timedelta(seconds=self._group.seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations without their own."""
+        self._group.seconds = timeout.total_seconds()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of submitted collectives, equal on ranks that are in step."""
+        return self._recorder.submitted
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share memory with each other: those of each host."""
+        return self._group.teams
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error of the operation that made the group unusable, to be raised; None if usable."""
+        return self._group.failure
+
+    @property
+    def observer(self) -> Observer | None:
+        """Function called with each collective at its submission, or None."""
+        return self._recorder.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._recorder.observer = observer
+
+    def marked(self, mark: int) -> AbstractContextManager[None]:
+        """Send a mark with the next collective that this thread submits; see `Group.marked`."""
+        return self._group.marked(mark)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate bytes in memory that the ranks of this host share."""
+        self._group.check_usable()
+        return self._group.state.allocate(nbytes)
+
+    # --- leaving ---
+
+    def shutdown(self) -> None:
+        """Leave the group; peers that still wait for this rank get an error."""
+        _JOINED.discard(self)
+        self._group.leave("the group was destroyed on this rank: make a new one")
+
+    def abort(self) -> None:
+        """Leave the group at once; pending operations fail."""
+        _JOINED.discard(self)
+        self._group.abort_and_leave()
+
+    def leave_at_exit(self) -> None:
+        """Leave the group when the process ends."""
+        # an operation in which all ranks take part still ends; a wait for absent ranks must not
+        # delay the process's exit
+        self._group.abort("the process of this rank ends")
+        self.shutdown()
+
+    def leave_in_child(self) -> None:
+        """Make the group unusable in a forked child."""
+        self._group.leave_in_child()
+
+
+def _at_exit() -> None:
+    """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
+    for group in list(_GROUPS):
+        group.leave_at_exit()
+
+
+def _in_child() -> None:
+    for group in list(_GROUPS):
+        group.leave_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
 
 @with_overloads
 class ShmProcessGroup(Operations, ProcessGroup):
-    """Process group of the ranks of one host.
+    """Process group written in Python."""
 
-    Args:
-        rank: Rank of this process.
-        size: Number of ranks.
-        peers: Connection to each other rank.
-        timeout: Timeout of operations without their own.
-    """
-
-    def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
-        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
+    def __init__(self, group: Group) -> None:
+        ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
         self._names = {"name": "", "desc": ""}
-        Operations.__init__(self, timeout)
-        self._join(rank, size, peers, Deadline(timeout.total_seconds()))
+        Operations.__init__(self, group)
 
     def getRank(self) -> int:
         """Return the rank of this process."""
-        return self._rank
+        return self._group.rank
 
     def getSize(self) -> int:
         """Return the number of ranks."""
-        return self._size
+        return self._group.size
 
     def getGroupName(self) -> str:
         """Return the name that torch.distributed gave the group."""
@@ -138,10 +275,10 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
 
 class ShmBackend(Operations, BackendBase):
-    """Backend of the ranks of one host for a process group's CPU tensors.
+    """Backend for the CPU tensors of a process group.
 
     Args:
-        rank, size, peers, timeout: Arguments of `ShmProcessGroup`.
+        group: Group of this rank.
         split_off: Function that makes a group from a store, a rank, the ranks of this group that
             form it, and a timeout.
     """
@@ -152,22 +289,16 @@ class ShmBackend(Operations, BackendBase):
     supports_splitting = True
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        peers: dict[int, Any],
-        timeout: timedelta,
-        split_off: Callable[[Any, int, list[int], timedelta], Any],
+        self, group: Group, split_off: Callable[[Any, int, list[int], timedelta], Any]
     ) -> None:
-        BackendBase.__init__(self, rank, size)
-        Operations.__init__(self, timeout)
+        BackendBase.__init__(self, group.rank, group.size)
+        Operations.__init__(self, group)
         self._split_off = split_off
-        self._join(rank, size, peers, Deadline(timeout.total_seconds()))
 
     @property
     def options(self) -> Any:
         """Initial options of a group split from this one."""
-        return BackendBase.Options("shm", self._timeout)
+        return BackendBase.Options("shm", self.timeout)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> Any:
         """Make a group of some of the ranks, in the given order.
@@ -180,9 +311,9 @@ class ShmBackend(Operations, BackendBase):
         Raises:
             NotSupportedError: This rank is not in `ranks`; torch would crash on a result of None.
         """
-        if self._rank not in ranks:
+        if self._group.rank not in ranks:
             raise NotSupportedError(
-                f"rank {self._rank} is in none of split_ranks: give it a group, of its own for "
-                "instance, or use torch.distributed.new_group"
+                f"rank {self._group.rank} is in none of split_ranks: give it a group, of its own "
+                "for instance, or use torch.distributed.new_group"
             )
-        return self._split_off(store, ranks.index(self._rank), ranks, options._timeout)
+        return self._split_off(store, ranks.index(self._group.rank), ranks, options._timeout)

@@ -12,11 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, BrokenGroupError
-from gradwire.shm.group.process_group import Operations, ShmProcessGroup
+from gradwire.shm.group.group import NoMembers
+from gradwire.shm.group.process_group import ShmProcessGroup, join
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
 from gradwire.shm.runtime.work import ended
 
@@ -31,17 +32,14 @@ class ReconfigurableGroup(ShmProcessGroup):
     Args:
         rank: Rank passed to init_process_group; `reconfigure` sets another.
         size: World size passed to init_process_group; `reconfigure` sets another.
-        timeout: Timeout of operations without their own.
     """
 
     supports_reconfigure = True
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
-        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
-        Operations.__init__(self, timeout)
-        self._closed = "the group has no members yet: call its reconfigure first"
-        self._names = {"name": "", "desc": ""}
-        self._rank, self._size = rank, size
+        reason = "the group has no members yet: call its reconfigure first"
+        nobody: Any = NoMembers(reason, rank, size, timeout.total_seconds())
+        super().__init__(nobody)
         self._listener: Listener | None = Listener()
         self._used: set[int] = set()
 
@@ -81,15 +79,17 @@ class ReconfigurableGroup(ShmProcessGroup):
         if uuid in self._used:
             raise ArgumentError(f"uuid is {uuid}, which was used before: give a new number")
         self._used.add(uuid)
-        timeout = options.timeout or self._timeout
+        timeout, former = options.timeout or self.timeout, self._group
         deadline = Deadline(timeout.total_seconds())
-        if not self._closed:  # do not wait for operations that wait for a lost peer
-            self._state.links.aborted = BrokenGroupError("the group was reconfigured")
-        self._leave("the group has no members since its last reconfigure failed: call it again")
+        former.abort("the group was reconfigured")  # end operations that wait for a lost peer
+        reason = "the group has no members since its last reconfigure failed: call it again"
+        former.leave(reason)
+        nobody: Any = NoMembers(reason, former.rank, former.size, former.seconds)
+        self._enter(nobody)
         assert self._listener is not None
         rank = names.index(own)
         peers = connect_by_name(self._listener, names, rank, uuid, deadline)
-        self._join(rank, len(names), peers, deadline)
+        self._enter(join(rank, peers, former.seconds, deadline))
         self.barrier().wait()  # no rank returns before all have joined
         return ended([])
 
@@ -98,8 +98,9 @@ class ReconfigurableGroup(ShmProcessGroup):
         super().shutdown()
         self._close_listener()
 
-    def _leave_in_child(self) -> None:
-        super()._leave_in_child()
+    def leave_in_child(self) -> None:
+        """Make the group unusable in a forked child, and close its listener there."""
+        super().leave_in_child()
         self._close_listener()  # others could still connect after this rank's process has ended
 
     def _close_listener(self) -> None:

@@ -21,13 +21,13 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentError
 from gradwire.shm.algorithms.arithmetic import HALF, SUM, check_reduction, number_of
-from gradwire.shm.algorithms.interface import Algorithms
-from gradwire.shm.algorithms.known_calls import KnownCall
-from gradwire.shm.group.group_base import GroupBase
-from gradwire.shm.group.submission import UNOBSERVED
+from gradwire.shm.algorithms.shared_memory import State
+from gradwire.shm.group.group import Group, check_root, kept
+from gradwire.shm.group.record import UNOBSERVED
 from gradwire.shm.memory.copying import share_memory
 from gradwire.shm.memory.header import NUMBERS, Call
 from gradwire.shm.memory.tensors import (
+    check_parts,
     check_results,
     check_sparse,
     check_transfer,
@@ -36,37 +36,29 @@ from gradwire.shm.memory.tensors import (
     equal_parts,
     flat_of,
     is_ordinary,
+    one_each,
     only,
     paired,
     write_back,
 )
 
 
-class Reductions(GroupBase):
+class Reductions:
     """Operations of a group that reduce."""
+
+    _group: Group
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
-        opts = opts or AllreduceOptions()
+        group, opts = self._group, opts or AllreduceOptions()
         if len(tensors) == 1 and is_ordinary(tensors[0]):
             number = number_of(opts.reduceOp.op)
-            known = self._known_for(tensors[0], number)
-            if known is not None:
-                return self._submit_known(known, tensors, opts, number)
+            known = group.known
+            if known is not None and (call := known.find(tensors[0], number)) is not None:
+                return group.submit_known(call, tensors, opts, number)
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts)
-
-    def _known_for(self, tensor: Tensor, op: int) -> KnownCall | None:
-        """Return the cached setup for an ordinary tensor; None for the first of its kind."""
-        if self._known is None or tensor.dtype not in NUMBERS:
-            return None
-        key = tensor.shape, tensor.dtype, op
-        known = self._known.get(key)
-        if known is None:
-            check_reduction(op, tensor.dtype)
-            known = self._known.meet(key)
-        return known
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Set every rank's sparse COO tensor to the sum over all ranks, coalesced.
@@ -74,6 +66,7 @@ class Reductions(GroupBase):
         Raises:
             ArgumentError: The reduce op is not SUM, or the tensor is not in COO layout.
         """
+        group = self._group
         opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
         check_sparse(tensor)
@@ -82,24 +75,25 @@ class Reductions(GroupBase):
             raise ArgumentError("sparse tensors support only SUM: pass to_dense()")
 
         def job() -> None:
-            _all_reduce_sparse(self._algorithms, self._size, tensor, op)
+            _all_reduce_sparse(group.state, group.size, tensor, op)
 
         observed = ("allreduce_", 0, op, [tensors])
-        return self._submit(job, tensors, opts, observed, op="all_reduce")
+        return group.submit(job, tensors, opts, observed, op="all_reduce")
 
     allreduce_coalesced = allreduce  # a list is one operation
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Set the root's tensor to the reduction; other ranks' tensors keep their values."""
         opts = opts or ReduceOptions()
-        return self._reduce("reduce", tensors, opts, self._root(opts))
+        return self._reduce("reduce", tensors, opts, check_root(opts.rootRank, self._group.size))
 
     def _reduce(self, kind: str, tensors: list[Tensor], opts: Any, root: int = -1) -> Work:
+        group = self._group
         op = number_of(opts.reduceOp.op)
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
-        checksum, filled = checksum_of(tensors), self._kept(tensors, opts)
+        checksum, filled = checksum_of(tensors), kept(tensors, opts)
 
         def job() -> None:
             flats: Iterable[Tensor] = map(flat_of, filled)
@@ -107,12 +101,12 @@ class Reductions(GroupBase):
                 flats = [flat.clone() for flat in flats]
             for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
-                self._algorithms.reduce(call, flat)
-                if root in (-1, self._rank):
+                group.state.reduce(call, flat)
+                if root in (-1, group.rank):
                     write_back(tensor, flat)
 
         observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), op, [tensors])
-        return self._submit(job, tensors, opts, observed, op=kind)
+        return group.submit(job, tensors, opts, observed, op=kind)
 
     def reduce_scatter(
         self,
@@ -121,17 +115,17 @@ class Reductions(GroupBase):
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """Set each rank's output to the reduction of its entries in all ranks' lists."""
-        opts = opts or ReduceScatterOptions()
-        output, blocks = only(outputs), self._one_each(only(inputs), "input_list")
+        group, opts = self._group, opts or ReduceScatterOptions()
+        output, blocks = only(outputs), one_each(only(inputs), group.size, "input_list")
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             out = only(results)
-            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
-            self._algorithms.reduce_scatter(call, flats, out, base=common_base(flats))
+            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * group.size)
+            group.state.reduce_scatter(call, flats, out, base=common_base(flats))
 
-        return self._submit_into(outputs, fill, opts, "reduce_scatter", blocks)
+        return group.submit_into(outputs, fill, opts, "reduce_scatter", blocks)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
@@ -146,22 +140,22 @@ class Reductions(GroupBase):
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """Run `reduce_scatter_single` for several tensors in one operation."""
-        opts = opts or ReduceScatterOptions()
+        group, opts = self._group, opts or ReduceScatterOptions()
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
-            self._check_parts(whole=source, part=output)
+            check_parts(whole=source, part=output, size=group.size)
         checksum = checksum_of(outputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             for out, flat in zip(results, flats, strict=True):
                 call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
-                blocks = equal_parts(flat, self._size)
-                self._algorithms.reduce_scatter(call, blocks, out, base=flat)
+                blocks = equal_parts(flat, group.size)
+                group.state.reduce_scatter(call, blocks, out, base=flat)
 
         observed = UNOBSERVED
         if len(outputs) == 1:
             observed = ("_reduce_scatter_base_", 0, op, [outputs, inputs])
-        return self._submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
+        return group.submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)
@@ -170,14 +164,14 @@ class Reductions(GroupBase):
         return op
 
 
-def _all_reduce_sparse(algorithms: Algorithms, size: int, tensor: Tensor, op: int) -> None:
+def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
     """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
     The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
     accumulated in float32 and rounded once.
 
     Args:
-        algorithms: Algorithms of the group.
+        state: State of the group.
         size: Number of ranks.
         tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
         op: Number of SUM.
@@ -188,10 +182,10 @@ def _all_reduce_sparse(algorithms: Algorithms, size: int, tensor: Tensor, op: in
     count = torch.tensor([own._nnz()], dtype=torch.int64)
     counts = torch.empty(size, dtype=torch.int64)
     call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
-    algorithms.exchange(call, [count], counts.split(1), shared=True)
+    state.exchange(call, [count], counts.split(1), shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(algorithms, _keys(own), sizes)
-    values = _gather(algorithms, own.values(), sizes)
+    keys = _gather(state, _keys(own), sizes)
+    values = _gather(state, own.values(), sizes)
     distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
     total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
@@ -213,10 +207,10 @@ def _keys(own: Tensor) -> Tensor:
     return keys
 
 
-def _gather(algorithms: Algorithms, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """Gather tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]
-    algorithms.exchange_blocks("all_gather", [flat], flats, shared=True)
+    state.exchange_blocks("all_gather", [flat], flats, shared=True)
     return each

@@ -77,27 +77,14 @@ class Context:
         self.teams, self.team, self.transport = teams, team, transport
         self.deadline = Deadline(None)
         self._mark = 0
-        self._aborted: DistributedError | None = None
         self._scratch: dict[int, Tensor] = {}
 
-    # --- used by the group's base ---
+    # --- used by the group ---
 
-    @property
-    def links(self) -> Context:
-        """This object, which the group's base uses like `GroupState.links`."""
-        return self
-
-    @property
-    def aborted(self) -> DistributedError | None:
-        """Error with which all waits of this rank fail, once set."""
-        return self._aborted
-
-    @aborted.setter
-    def aborted(self, error: DistributedError | None) -> None:
-        if error is not None:
-            self._aborted = error
-            self.team.abort(error)
-            self.transport.cut()
+    def abort(self, error: DistributedError) -> None:
+        """Make all waits of this rank fail."""
+        self.team.abort(error)
+        self.transport.cut()
 
     def report_failure(self, reason: BaseException) -> None:
         """Report to all ranks that this one failed, so that none waits for it."""
@@ -113,9 +100,9 @@ class Context:
         """Return the waits for ranks of the team; see `GroupState.take_waits`."""
         return self.team.take_waits()
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """Allocate bytes in memory that the team shares."""
-        return self.team.allocate(nbytes)
+        return self.team.allocate(size)
 
     def close(self) -> None:
         """Leave the group."""
@@ -177,7 +164,7 @@ class Context:
             return list(self.gather_rows(row))
         return None
 
-    def is_agreed(self, _: MismatchError) -> bool:
+    def is_agreed(self, error: MismatchError) -> bool:
         """Return True; unlike in `Meeting`, errors from signal handlers are not distinguished."""
         return True
 

@@ -118,23 +118,23 @@ class Transport:
         """Start to send a 1-d contiguous tensor, which must not change until the transfer ends."""
         return self._start("send", flat, rank, tag)
 
-    def receive(self, flat: Tensor, rank: int, tag: int) -> Transfer:
-        """Start to fill a 1-d contiguous tensor with the next message of this tag."""
+    def receive(self, flat: Tensor, rank: int | None, tag: int) -> Transfer:
+        """Start to fill a 1-d contiguous tensor with the next message of this tag.
+
+        Args:
+            flat: Tensor to fill.
+            rank: Rank of the sender; None for any rank.
+            tag: Tag on the engine.
+        """
+        if rank is None:
+            return self._start("recv_anysource", flat, None, tag)
         return self._start("recv", flat, rank, tag)
 
-    def receive_from_any(self, flat: Tensor, tag: int) -> Transfer:
-        """Start to fill a tensor with the next message of this tag from any rank."""
+    def _start(self, name: str, flat: Tensor, rank: int | None, tag: int) -> Transfer:
         data = flat.view(torch.uint8)
+        peer, where = ("any rank", ()) if rank is None else (f"rank {rank}", (rank,))
         try:
-            work = self._engine.recv_anysource([data], tag)  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise self._failure(error, "any rank", Deadline(None)) from error
-        return Transfer(work, data, "any rank", self._failure)
-
-    def _start(self, name: str, flat: Tensor, rank: int, tag: int) -> Transfer:
-        data, peer = flat.view(torch.uint8), f"rank {rank}"
-        try:
-            work = getattr(self._engine, name)([data], rank, tag)
+            work = getattr(self._engine, name)([data], *where, tag)
         except RuntimeError as error:  # the connection has ended
             raise self._failure(error, peer, Deadline(None)) from error
         return Transfer(work, data, peer, self._failure)

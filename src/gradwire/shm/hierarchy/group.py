@@ -1,29 +1,23 @@
-"""Process group and backend classes of a group over several hosts.
+"""Group over several hosts: its messages go through the engine.
 
-The forms of the operations, their checks and their queue are those of groups on one host. The
-algorithms that move the data differ, and messages between ranks go through the engine.
+The operations, their checks and their queue are those of groups on one host. The state that moves
+their data differs.
 """
-
-# torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="override,misc,assignment"
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from gradwire._processes import Deadline
-from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError, DistributedError
-from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
+from gradwire.shm.group.group import Group, check_peer
 from gradwire.shm.hierarchy.algorithms import AcrossHosts
-from gradwire.shm.hierarchy.context import Context
-from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
+from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer, Transport
 from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, only, write_back
 from gradwire.shm.runtime.operation_queue import Queue
 from gradwire.shm.runtime.work import ShmWork
@@ -39,59 +33,48 @@ class _ThreadQueue(Queue):
         return False
 
 
-@outside_graphs
-class AcrossHostsOperations(Operations):
-    """Operations of a group over several hosts."""
+def join(state: AcrossHosts, seconds: float) -> Group:
+    """Return a group over several hosts, whose ranks are connected."""
+    messages, queue = EngineMessages(state.transport), _ThreadQueue(f"gradwire-hosts-{state.rank}")
+    teams = state.teams.ranks
+    return Group(state.rank, state.size, state, messages, queue, seconds, teams=teams)
 
-    def _join(self, rank: int, size: int, peers: Any, deadline: Deadline) -> None:
-        """Join with a context, which the constructors pass on as `peers`."""
-        context: Context = peers
-        self._rank, self._size = rank, size
-        self._incoming, self._outgoing = {}, {}
-        self._context = self._state = context
-        self._algorithms = AcrossHosts(context)
-        self._queue = _ThreadQueue(f"gradwire-hosts-{rank}")
-        self._broken, self._closed = None, ""
 
-    @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that share memory with each other."""
-        return self._context.teams.ranks
+class EngineMessages:
+    """Messages of a group through the engine between hosts, also within a host.
 
-    def _fail_receives(self, error: DistributedError) -> None:
-        self._context.transport.cut()
+    Args:
+        transport: Transport to all other ranks.
+    """
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def send(self, group: Group, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Send a tensor, which must not change until the handle was waited for."""
-        self.check_usable()
-        self._check_peer(dst, "dst")
+        group.check_usable()
+        check_peer(group, dst, "dst")
         check_tensors(tensors)
         flat = flat_of(only(tensors))
-        return self._started(
-            self._context.transport.send(flat, dst, _on_engine(tag)), tensors, None
-        )
+        transfer = self._transport.send(flat, dst, _on_engine(tag))
+        return _TransferWork(group, transfer, tensors, None)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Fill a tensor with the next message of this tag from rank `src`."""
-        self.check_usable()
-        self._check_peer(src, "src")
+    def receive(self, group: Group, tensors: list[Tensor], src: int | None, tag: int) -> Work:
+        """Fill a tensor with the next message of a tag; from any rank if `src` is None."""
+        group.check_usable()
+        if src is not None:
+            check_peer(group, src, "src")
         check_results(tensors)
         flat = flat_of(only(tensors))
-        return self._started(
-            self._context.transport.receive(flat, src, _on_engine(tag)), tensors, flat
-        )
+        transfer = self._transport.receive(flat, src, _on_engine(tag))
+        return _TransferWork(group, transfer, tensors, flat)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Fill a tensor with the next message of this tag from any rank."""
-        self.check_usable()
-        check_results(tensors)
-        flat = flat_of(only(tensors))
-        return self._started(
-            self._context.transport.receive_from_any(flat, _on_engine(tag)), tensors, flat
-        )
+    def fail_all(self, error: DistributedError) -> None:
+        """End the connections, and so all pending receives."""
+        self._transport.cut()
 
-    def _started(self, transfer: Transfer, tensors: list[Tensor], flat: Tensor | None) -> Work:
-        return _TransferWork(self, transfer, tensors, flat)
+    def close(self) -> None:
+        """Do nothing: the state closes the transport."""
 
 
 class _TransferWork(ShmWork):
@@ -99,12 +82,12 @@ class _TransferWork(ShmWork):
 
     def __init__(
         self,
-        group: AcrossHostsOperations,
+        group: Group,
         transfer: Transfer,
         tensors: Sequence[Tensor],
         flat: Tensor | None,
     ) -> None:
-        super().__init__(tensors, group.timeout.total_seconds(), callbacks_in_own_thread=True)
+        super().__init__(tensors, group.seconds, callbacks_in_own_thread=True)
         self._group, self._transfer, self._flat = group, transfer, flat
         self._completing, self._has_thread = threading.Lock(), False
 
@@ -138,7 +121,7 @@ class _TransferWork(ShmWork):
                 write_back(self._tensors[0], self._flat)
                 source = self._transfer.source()
         except BaseException as error:
-            self._group._break(error)  # the engine's connections do not survive it
+            self._group.fail(error)  # the engine's connections do not survive it
             self.finish(error)
         else:
             self.finish(source=source)
@@ -156,11 +139,3 @@ def _on_engine(tag: int) -> int:
     if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
         raise ArgumentError(f"tag is {tag!r}: between hosts, give an int from 0 to {_MAX_TAG - 1}")
     return tag + USER_TAGS
-
-
-class AcrossHostsProcessGroup(AcrossHostsOperations, ShmProcessGroup):
-    """Process group of the ranks of several hosts; arguments as for `ShmProcessGroup`."""
-
-
-class AcrossHostsBackend(AcrossHostsOperations, ShmBackend):
-    """Backend of the ranks of several hosts; arguments as for `ShmBackend`."""

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
-from gradwire.shm.algorithms.group_state import GroupState
-from gradwire.shm.algorithms.interface import InSharedMemory
+from gradwire.shm.algorithms.shared_memory import SharedMemory
 from gradwire.shm.memory.header import Call
 
 
@@ -41,13 +40,12 @@ class Team:
     ) -> None:
         self.place, self.size, self.owners = place, len(ranks), owners
         self._ranks = ranks
-        self.state: GroupState | None = None
+        self.state: SharedMemory | None = None
         if self.size > 1:
             with self._counted(DistributedError):
-                self.state = GroupState(
+                self.state = SharedMemory(
                     place, self.size, peers, lambda *_: None, lambda _: None, deadline
                 )
-            self._algorithms = InSharedMemory(self.state)
             self.state.links.ranks = ranks
             self.state.links.start()
 
@@ -72,12 +70,12 @@ class Team:
     def report_failure(self, reason: BaseException) -> None:
         """Report a failure to the team, so that none of its ranks waits for this one."""
         if self.state is not None:
-            self.state.links.report_failure(reason)
+            self.state.report_failure(reason)
 
     def abort(self, error: DistributedError) -> None:
         """Make this rank's waits fail."""
         if self.state is not None:
-            self.state.links.aborted = self.state.links.aborted or error
+            self.state.abort(error)
 
     def close(self) -> None:
         """Leave the team."""
@@ -87,7 +85,7 @@ class Team:
     def close_in_child(self) -> None:
         """Close the inherited sockets in a forked child."""
         if self.state is not None:
-            self.state.links.close_in_child()
+            self.state.close_in_child()
 
     # --- phases ---
 
@@ -111,12 +109,12 @@ class Team:
         if self.owners == 1:
             with self._counted():
                 call = Call("reduce", piece.dtype, piece.numel(), op, root=0)
-                self._algorithms.reduce(call, piece)
+                self.state.reduce(call, piece)
         elif self.owners == self.size:
             shares = piece.view(self.size, -1).unbind(0)
             call = Call("reduce_scatter_single", piece.dtype, shares[0].numel(), op)
             with self._counted():
-                self._algorithms.reduce_scatter(call, shares, shares[self.place], base=piece)
+                self.state.reduce_scatter(call, shares, shares[self.place], base=piece)
         else:
             self.reduce_blocks(self._shares(piece), op, base=piece)
 
@@ -146,7 +144,7 @@ class Team:
         receives = (own.numel(),) * self.size
         call = Call("reduce_scatter", own.dtype, 0, op, -1, sends, receives)
         with self._counted():
-            self._algorithms.reduce_scatter(call, blocks, out, base=base)
+            self.state.reduce_scatter(call, blocks, out, base=base)
 
     def all_gather(self, piece: Tensor) -> None:
         """Copy each owner's share of a piece to all places."""
@@ -159,7 +157,7 @@ class Team:
             call = Call("all_gather_single", piece.dtype, shares[0].numel())
             own = shares[self.place]
             with self._counted():
-                self._algorithms.exchange(call, [own], shares, base=own, shared=True)
+                self.state.exchange(call, [own], shares, base=own, shared=True)
         else:
             self.gather_blocks(self._shares(piece))
 
@@ -168,20 +166,20 @@ class Team:
         if self.state is not None:
             own = blocks[self.place]
             with self._counted():
-                self._algorithms.exchange_blocks("all_gather", [own], blocks, base=own, shared=True)
+                self.state.exchange_blocks("all_gather", [own], blocks, base=own, shared=True)
 
     def broadcast(self, flat: Tensor, place: int) -> None:
         """Copy a place's tensor to all others."""
         if self.state is not None:
             call = Call("broadcast", flat.dtype, flat.numel(), root=place)
             with self._counted():
-                self._algorithms.broadcast(call, flat)
+                self.state.broadcast(call, flat)
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange a block with each place; sizes may differ."""
         if self.state is not None:
             with self._counted():
-                self._algorithms.exchange_blocks("all_to_all", outgoing, incoming)
+                self.state.exchange_blocks("all_to_all", outgoing, incoming)
         elif incoming[0].data_ptr() != outgoing[0].data_ptr():
             incoming[0].copy_(outgoing[0])
 

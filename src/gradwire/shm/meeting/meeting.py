@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire._processes import Deadline
-from gradwire.errors import CollectiveTimeoutError, MismatchError
+from gradwire.errors import CollectiveTimeoutError, DistributedError, MismatchError
 from gradwire.shm.meeting.links import Links, Receive
 from gradwire.shm.meeting.rendezvous import process_of
 from gradwire.shm.memory.group_segment import form
@@ -101,7 +101,7 @@ class Meeting:
         """Begin an operation, before its first `announce`.
 
         Args:
-            mark: Mark in the header of its first collective; see `Submission.marked`.
+            mark: Mark in the header of its first collective; see `Group.marked`.
             seconds: Time limit for all waits of the operation together.
         """
         self._mark, self._deadline = mark, Deadline(seconds)
@@ -295,6 +295,18 @@ class Meeting:
                 views = [block.view(dtype)[:count] for block in self._inline[self._parity]]
             self._views[key] = views
         return views
+
+    def report_failure(self, reason: BaseException) -> None:
+        """Report to the other ranks that this one failed, so that none waits for it."""
+        self.links.report_failure(reason)
+
+    def abort(self, error: DistributedError) -> None:
+        """Make all waits of this rank fail; the first error counts."""
+        self.links.aborted = self.links.aborted or error
+
+    def close_in_child(self) -> None:
+        """Close inherited sockets in a forked child."""
+        self.links.close_in_child()
 
     def close(self) -> None:
         """Leave the group."""

@@ -220,6 +220,30 @@ def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tens
     return list(zip(outputs, inputs, strict=True))
 
 
+def one_each(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
+    """Return a list of tensors, one for each rank.
+
+    Raises:
+        ArgumentError: The list has another length.
+    """
+    if len(tensors) != size:
+        raise ArgumentError(f"{name} has {len(tensors)} tensors: give one for each of {size} ranks")
+    return tensors
+
+
+def check_parts(*, whole: Tensor, part: Tensor, size: int) -> None:
+    """Raise unless one tensor has as many elements as `size` of another.
+
+    Raises:
+        ArgumentError: It has not.
+    """
+    if whole.numel() != part.numel() * size:
+        raise ArgumentError(
+            f"the larger tensor has {whole.numel()} elements: it needs {size} times "
+            f"{part.numel()} of the smaller"
+        )
+
+
 def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:
     """Return the elements in each rank's part of a tensor: of `rows` rows, or equal parts if empty.
 

@@ -1,0 +1,347 @@
+"""A group on one rank: it has a state, a queue of operations, a recorder, and an end.
+
+An operation whose caller waits runs in the caller's thread, the others in the group's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError, MismatchError
+from gradwire.recorder import Entry, failed, record_end, record_start
+from gradwire.shm.algorithms.known_calls import KnownCall, KnownCalls
+from gradwire.shm.algorithms.shared_memory import State
+from gradwire.shm.group.record import UNOBSERVED, Observed, Recorder, Usability
+from gradwire.shm.memory.tensors import aliases, flat_of, write_all_back
+from gradwire.shm.runtime.operation_queue import Job, Queue
+from gradwire.shm.runtime.work import ShmWork, ended
+
+
+class Messages(Protocol):
+    """Point-to-point messages of a group: `RingMessages`, or `EngineMessages` between hosts."""
+
+    def send(self, group: Group, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        """Send a tensor."""
+
+    def receive(self, group: Group, tensors: list[Tensor], src: int | None, tag: int) -> Work:
+        """Fill a tensor with the next message of a tag; from any rank if `src` is None."""
+
+    def fail_all(self, error: DistributedError) -> None:
+        """Fail all pending receives."""
+
+    def close(self) -> None:
+        """Release memory after all receives have ended."""
+
+
+class _Marks(threading.local):
+    next = 0
+
+
+class Group:
+    """One rank of a group, from joining to leaving.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of ranks.
+        state: State of the group on this rank, with its algorithms.
+        messages: Point-to-point messages.
+        queue: Queue of the operations.
+        seconds: Timeout of operations without their own.
+        known: Cached setups of calls; None if there are none.
+        teams: Ranks of each host, if there are several.
+
+    Attributes:
+        rank, size, state, messages, seconds, known, teams: See Args; `seconds` may be changed.
+        recorder: Recorder of the group, set by the process group or backend that has it.
+    """
+
+    recorder: Recorder
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        state: State,
+        messages: Messages,
+        queue: Queue,
+        seconds: float,
+        known: KnownCalls | None = None,
+        teams: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        self.rank, self.size, self.seconds = rank, size, seconds
+        self.state, self.messages, self.known = state, messages, known
+        self._queue, self._usability, self._marks = queue, Usability(), _Marks()
+        self.check_usable = self._usability.check
+        self.teams = teams or (tuple(range(size)),)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error of the operation that made the group unusable, to be raised; None if usable."""
+        return self._usability.failure
+
+    def submit(
+        self,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        observed: Observed = UNOBSERVED,
+        *,
+        op: str = "collective",
+        sources: Sequence[Tensor] | None = None,
+    ) -> Work:
+        """Run a job after all jobs submitted before.
+
+        Args:
+            job: Function that runs the collective.
+            tensors: Tensors that it fills, which are the value of its future.
+            opts: torch's options, of which the timeout and `asyncOp` are used.
+            observed: Arguments for the observer.
+            op: Name of the collective in the recorder.
+            sources: Tensors that it reads, if not `tensors`.
+        """
+        self._usability.check()
+        inputs = tensors if sources is None else sources
+        entry = self.recorder.begin(op, inputs, tensors, observed)
+        if any(map(Tensor.is_inference, tensors)):
+            job = partial(_in_inference_mode, job)
+        return self._run_or_queue(job, tensors, opts, entry)
+
+    def submit_known(
+        self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
+    ) -> Work:
+        """Submit an all_reduce with a cached setup and the reduce op of this number."""
+        self._usability.check()
+        entry = self.recorder.begin_known(known, tensors, number)
+        job = partial(known, kept(tensors, opts)[0])
+        return self._run_or_queue(job, tensors, opts, entry)
+
+    def submit_into(
+        self,
+        results: Sequence[Tensor],
+        fill: Callable[[list[Tensor], list[Tensor]], None],
+        opts: Any,
+        op: str,
+        sources: Sequence[Tensor],
+        observed: Observed = UNOBSERVED,
+    ) -> Work:
+        """Submit a job that calls `fill` with the results and sources as 1-d contiguous tensors."""
+        filled, read = kept(results, opts), kept(sources, opts)
+
+        def job() -> None:
+            flats = [flat_of(result) for result in filled]
+            fill(flats, [flat_of(source) for source in read])
+            write_all_back(filled, flats)
+
+        return self.submit(job, results, opts, observed, op=op, sources=sources)
+
+    def _run_or_queue(
+        self, job: Job, tensors: Sequence[Tensor], opts: Any, entry: Entry | None
+    ) -> Work:
+        mark, own = self._take_mark(), opts.timeout.total_seconds()
+        seconds = own if own > 0 else self.seconds
+        wait = not opts.asyncOp
+        if wait and self._run_at_once(job, mark, seconds, entry):
+            return ended(tensors)
+        work = ShmWork(tensors)
+        try:
+            self._queue.submit(partial(self._run_queued, job, mark, seconds, entry), work)
+            if wait:
+                work.wait()
+        finally:
+            self._release_if_left()
+        return work
+
+    def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> bool:
+        """Run an operation in this thread; return False if others are pending in the queue."""
+        self._queue.check_not_inside()
+        try:
+            if not self._queue.enter():
+                return False
+            self._run(job, mark, seconds, entry)
+        finally:
+            # whatever `enter` returned: a signal handler may have raised at that moment
+            try:
+                self._queue.leave()
+            except BaseException:  # or it raises now
+                self._queue.leave()
+                raise
+            if self._usability.release_pending:
+                self._release_if_left()
+        return True
+
+    def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
+        self._usability.check()  # an earlier operation may have failed
+        self._run(job, mark, seconds, entry)
+
+    def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
+        """Run an operation; an error makes the group unusable.
+
+        Args:
+            job: Function that runs the operation.
+            mark: Mark in its first header.
+            seconds: Time limit for all of its waits together.
+            entry: Entry of the recorder.
+        """
+        state = self.state
+        failure: BaseException | None = None
+        if entry is not None:
+            record_start(entry)
+        state.begin(mark, seconds)
+        try:
+            job()
+        except MismatchError as error:
+            failure = error
+            if not state.is_agreed(error):
+                self.fail(error)
+            raise  # otherwise raised on all ranks before any data moved: the group stays usable
+        except BaseException as error:
+            failure = error
+            self.fail(error)
+            raise
+        finally:
+            if entry is not None:
+                record_end(entry, state.take_waits())
+            if failure is not None:
+                failed(failure, entry)
+                failure = None  # its traceback refers to this frame: a cycle
+
+    @contextmanager
+    def marked(self, mark: int) -> Iterator[None]:
+        """Send a mark in the header of the next collective that this thread submits in the block.
+
+        Args:
+            mark: Nonzero number of 64 bits, which must be equal on all ranks if all ranks send one.
+                If marks differ, all ranks raise: CheckedMismatchError if the lowest bit is set in
+                all of them, else MismatchError.
+        """
+        self._marks.next = mark
+        try:
+            yield
+        finally:
+            self._marks.next = 0
+
+    def _take_mark(self) -> int:
+        mark = self._marks.next
+        if mark:
+            self._marks.next = 0
+        return mark
+
+    # --- the end ---
+
+    def fail(self, error: BaseException) -> None:
+        """Make the group unusable, and report the error to the other ranks."""
+        if self._usability.fail(error):
+            self.state.report_failure(error)
+
+    def leave(self, reason: str) -> None:
+        """Leave the group; peers that still wait for this rank get an error."""
+        if not self._usability.close(reason):
+            return
+        if self._queue.runs_in_this_thread():
+            # a signal handler called this amid an operation of this thread, which still uses the
+            # memory. The operation fails when the handler returns, and its end then releases
+            self.state.abort(BrokenGroupError(reason))
+            self._usability.release_pending = True
+        else:
+            self._release()
+
+    def abort(self, reason: str) -> None:
+        """Make pending operations of this rank fail, if it is in the group."""
+        if not self._usability.closed:
+            self.state.abort(BrokenGroupError(reason))
+
+    def abort_and_leave(self) -> None:
+        """Leave the group at once; pending operations fail."""
+        if not self._usability.closed:
+            error = BrokenGroupError("the group was aborted on this rank")
+            self.fail(error)
+            self.state.abort(error)
+            self.messages.fail_all(error)
+            self.leave("the group was aborted on this rank: make a new one")
+
+    def leave_in_child(self) -> None:
+        """Close inherited sockets in a forked child, in which the group cannot be used."""
+        if not self._usability.closed:
+            reason = "this process was forked from a rank: only the rank can use its groups"
+            self._usability.close(reason)
+            self.state.close_in_child()
+
+    def _release_if_left(self) -> None:
+        if self._usability.release_pending and not self._queue.runs_in_this_thread():
+            self._release()
+
+    def _release(self) -> None:
+        """Leave the group; no operation of this thread uses its memory any more."""
+        self._usability.release_pending = False
+        self._queue.close()
+        if self.known is not None:
+            self.known.clear()
+        self.state.close()
+        error = BrokenGroupError(self._usability.closed)
+        self.state.abort(error)
+        self.messages.fail_all(error)
+        # parts of a group refer to each other: without this, rings would stay until garbage is
+        # collected
+        self.messages.close()
+
+
+class NoMembers:
+    """In place of a `Group`, before one is formed: every use raises.
+
+    Args:
+        reason: Message of the error.
+        rank, size, seconds: Attributes of a `Group` until then.
+    """
+
+    failure = None
+
+    def __init__(self, reason: str, rank: int, size: int, seconds: float) -> None:
+        self._reason, self.rank, self.size, self.seconds = reason, rank, size, seconds
+
+    def leave(self, reason: str) -> None:
+        """Do nothing: no member waits for this rank."""
+
+    abort = leave
+
+    def abort_and_leave(self) -> None:
+        """Do nothing."""
+
+    leave_in_child = abort_and_leave
+
+    def __getattr__(self, name: str) -> Any:
+        raise BrokenGroupError(self._reason)
+
+
+def check_root(root: int, size: int) -> int:
+    """Return the rank of a root, which must be in the group."""
+    if not 0 <= root < size:
+        raise ArgumentError(f"root is rank {root}: give a rank from 0 to {size - 1}")
+    return root
+
+
+def check_peer(group: Group, peer: int, name: str) -> None:
+    """Raise unless a peer is another rank of the group."""
+    if not 0 <= peer < group.size or peer == group.rank:
+        raise ArgumentError(
+            f"{name} is rank {peer}: give another rank of the group than this one "
+            f"({group.rank}), from 0 to {group.size - 1}"
+        )
+
+
+def kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
+    """Return tensors that a job uses instead of the caller's, which may change meanwhile."""
+    return aliases(tensors) if opts.asyncOp else tensors
+
+
+def _in_inference_mode(job: Job) -> None:
+    """Run a job in inference mode, which is per thread and needed to write inference tensors."""
+    with torch.inference_mode():
+        job()
