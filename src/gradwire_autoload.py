@@ -99,7 +99,7 @@ def _stand_in_for_gloo() -> None:
         def original(name: str) -> Any:
             return theirs(group_size, group_rank, global_ranks_in_group, name, *a, **k)
 
-        return _call("gradwire.shm.gloo_replacement", "make_group", original, backend)
+        return _call("gradwire.shm.register", "make_group_without_gloo", original, backend)
 
     make.gradwire_stands_in = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
-from gradwire.shm import gloo_replacement
-
+register = importlib.import_module("gradwire.shm.register")  # the package has such a function
 ON = {"GRADWIRE_BACKEND": "shm"}
 GROUPS = """
 import os
@@ -91,8 +92,8 @@ def test_backend_without_accelerators(monkeypatch, asked, instead):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *a, **k: None)
     monkeypatch.setattr("torch._C._get_accelerator", lambda: __import__("torch").device("cpu"))
-    monkeypatch.setattr(gloo_replacement, "PYTHON_BACKENDS", True)
-    assert gloo_replacement.with_shm(asked) == instead
+    monkeypatch.setattr(register, "PYTHON_BACKENDS", True)
+    assert register.with_shm(asked) == instead
 
 
 @pytest.mark.parametrize("asked", ["gloo", "cpu:gloo,cuda:nccl"])
@@ -105,10 +106,10 @@ def test_backend_with_a_gpu(monkeypatch, asked, routed):
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator", lambda *a, **k: torch.device("cuda")
     )
-    monkeypatch.setattr(gloo_replacement, "PYTHON_BACKENDS", routed)
+    monkeypatch.setattr(register, "PYTHON_BACKENDS", routed)
     if routed:
         second = asked.partition("cuda:")[2] or "gloo"
-        assert gloo_replacement.with_shm(asked) == f"cpu:shm,cuda:{second}"
+        assert register.with_shm(asked) == f"cpu:shm,cuda:{second}"
     else:
         with pytest.warns(UserWarning, match="is unchanged"):
-            assert gloo_replacement.with_shm(asked) == asked
+            assert register.with_shm(asked) == asked

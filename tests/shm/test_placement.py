@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.shm.memory.group_semaphores import PLACE_BYTES, Placement
+from gradwire.shm.memory.group_segment import PLACE_BYTES, Placement
 from gradwire.shm.register import member_of
 from gradwire.shm.runtime import sync
 from gradwire.shm.runtime.sync import SEMAPHORE_BYTES, Semaphore, spins_beside

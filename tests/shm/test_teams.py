@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradwire.shm.hierarchy import pipeline
 from gradwire.shm.hierarchy.pipeline import Cut, pipelined
-from gradwire.shm.meeting.teams import Teams, find_teams
+from gradwire.shm.meeting.rendezvous import Teams, find_teams
 
 HOSTS = st.lists(st.integers(0, 4), min_size=1, max_size=12)  # each rank's
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import BarrierOptions
+from torch.distributed import Backend, PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import BackendConfig, BarrierOptions, _world
 
 import gradwire_autoload
 from gradwire._processes import Deadline
@@ -30,8 +30,7 @@ from gradwire.shm.hierarchy.algorithms import AcrossHosts
 from gradwire.shm.hierarchy.engine import Options, Transport
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.meeting.forming import Forming
-from gradwire.shm.meeting.rendezvous import connect_all, report_failure
-from gradwire.shm.meeting.teams import Teams
+from gradwire.shm.meeting.rendezvous import Teams, connect_all, report_failure
 from gradwire.shm.runtime.sync import has_semaphores
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
@@ -269,3 +268,55 @@ def _join_hosts(
         raise
     transport = Transport(engine, rank, size, store)
     return across_hosts.join(AcrossHosts(rank, teams, team, transport), seconds)
+
+
+# --- GRADWIRE_BACKEND=shm: groups that a program requests on Gloo use shm instead ---
+
+
+def make_group_without_gloo(
+    make: Callable[[str], tuple[Any, Any]], backend: str
+) -> tuple[Any, Any]:
+    """Make a group with shm in place of Gloo, and keep the requested name.
+
+    Programs read the name: some refuse an unknown backend, some continue to train without
+    communication.
+
+    Args:
+        make: Function that makes the group of a backend and returns it, or `NON_GROUP_MEMBER`, and
+            its store.
+        backend: Backend in torch.distributed's notation: "gloo", "cpu:gloo,cuda:nccl", "undefined".
+    """
+    instead = with_shm(backend)
+    group, store = make(instead)
+    if instead != backend and isinstance(group, ProcessGroup):
+        _world.pg_map[group] = (backend, _world.pg_map[group][1])
+        _world.pg_backend_config[group] = str(BackendConfig(Backend(backend)))
+    return group, store
+
+
+def with_shm(backend: str) -> str:
+    """Return the backend with shm in place of Gloo for CPU tensors."""
+    if backend != Backend.UNDEFINED and Backend.GLOO not in backend:
+        return backend
+    asked = BackendConfig(Backend(backend))
+    by_device = dict(asked.get_device_backend_map())
+    if by_device.pop("cpu", None) != Backend.GLOO:
+        return backend
+    others = {d: name for d, name in by_device.items() if name != Backend.GLOO or _exists(d)}
+    if not others:
+        return "shm"
+    if PYTHON_BACKENDS:
+        return ",".join(["cpu:shm", *(f"{device}:{name}" for device, name in others.items())])
+    warnings.warn(
+        f"GRADWIRE_BACKEND=shm: a group of {asked} is unchanged, because with PyTorch "
+        f"{torch.__version__} shm would be the whole group: upgrade PyTorch",
+        stacklevel=4,
+    )
+    return backend
+
+
+def _exists(device: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return (
+        accelerator is not None and accelerator.type == device and torch.accelerator.is_available()
+    )

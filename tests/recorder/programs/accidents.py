@@ -172,7 +172,7 @@ INSIDE tc qdisc add dev link1 root tbf rate 40mbit burst 64kb latency 200ms"""
 
 def slow_down_shared_memory():
     """Slow down each shared-memory step of this rank, as on a starved core."""
-    from gradwire.shm.memory.group_semaphores import Semaphores
+    from gradwire.shm.memory.group_segment import Semaphores
 
     post = Semaphores.post
 

@@ -30,13 +30,7 @@ def barrier(state: GroupState, kind: str = "barrier") -> None:
 
 
 def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
-    """Copy the root's values to all ranks' tensors.
-
-    Args:
-        state: State of the group on this rank.
-        call: Call of broadcast, with its root.
-        flat: 1-d contiguous tensor.
-    """
+    """Copy the root's values to all ranks' tensors."""
     at_root, count = state.rank == call.root, flat.numel()
     outgoing = [flat] if at_root else []
     incoming = [flat if r == call.root and not at_root else None for r in range(state.size)]
@@ -75,16 +69,7 @@ def exchange_blocks(
     base: Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """Run `exchange` for blocks whose sizes may differ, which the ranks compare.
-
-    Args:
-        state: State of the group on this rank.
-        kind: Name of the collective.
-        outgoing: Blocks to send; see `exchange`.
-        incoming: Tensor for each rank's block.
-        base: Tensor that holds the outgoing blocks; see `exchange`.
-        shared: True for one block for all ranks; see `exchange`.
-    """
+    """Run `exchange` for blocks whose sizes may differ, which the ranks compare."""
     sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
     receives = tuple(block.numel() for block in incoming)
     call = Call(kind, incoming[0].dtype, sends=sends, receives=receives)
@@ -135,12 +120,9 @@ def exchange(
         target = incoming[rank]
         if its_location.region == PRIVATE:
             staged.append(rank)
-        elif rank != state.rank and target is not None and (count := target.numel()):
+        elif rank != state.rank and target is not None and target.numel():
             start = 0 if shared else sum(sent[: state.rank])
-            if its_location.region == INLINE:
-                target.copy_(state.inline(rank, call.dtype, start, count))
-            else:
-                copy(target, state.at(rank, its_location, call.dtype, start, count))
+            fetch_block(state, rank, its_location, start, target)
     if staged:
         exchange_through_slots(state, call, sends, staged, outgoing, incoming, shared=shared)
     in_place = [rank for rank, at in enumerate(locations) if at.region >= USERS]
@@ -261,6 +243,15 @@ def sync_in_place(state: GroupState, locations: Sequence[Location]) -> None:
     """Wait until all ranks have finished with the others' tensors, if any are used in place."""
     if any(location.region >= USERS for location in locations):
         state.sync()
+
+
+def fetch_block(state: GroupState, rank: int, at: Location, start: int, target: Tensor) -> None:
+    """Copy elements of a rank's data, beside its header or in a region, from `start` on."""
+    dtype, count = target.dtype, target.numel()
+    if at.region == INLINE:
+        target.copy_(state.inline(rank, dtype, start, count))
+    else:
+        copy(target, state.at(rank, at, dtype, start, count))
 
 
 def copy_but(unread: tuple[int, int], source: Tensor, target: Tensor) -> None:

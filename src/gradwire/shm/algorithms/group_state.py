@@ -42,12 +42,9 @@ class GroupState(Meeting):
     """State of a group on one rank.
 
     Args:
-        rank: Rank of this process.
-        size: Number of ranks.
         peers: Connection to each other rank.
         other: Handler of messages that do not concern regions; see `receive` of `Links`.
         on_lost: Handler of lost peers; see `Links`.
-        deadline: Deadline for the group to form.
 
     Attributes:
         links: Connections to the peers.

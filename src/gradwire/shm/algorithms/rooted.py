@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.shm.algorithms.exchange import exchange_through_slots, location_for
+from gradwire.shm.algorithms.exchange import exchange_through_slots, fetch_block, location_for
 from gradwire.shm.algorithms.group_state import GroupState
 from gradwire.shm.meeting.regions import USERS
 from gradwire.shm.memory.copying import copy, overwrites
@@ -77,10 +77,7 @@ def _gather_here(state: GroupState, source: Tensor, into: Sequence[Tensor]) -> N
         return
     for r, (location, target) in enumerate(zip(locations, into, strict=True)):
         if r != rank and location.region != PRIVATE and sizes[r]:
-            if location.region == INLINE:
-                target.copy_(state.inline(r, dtype, 0, sizes[r]))
-            else:
-                copy(target, state.at(r, location, dtype, 0, sizes[r]))
+            fetch_block(state, r, location, 0, target)
     if staged := _staged(locations):
         columns = _columns(state, rank, dict(enumerate(sizes)))
         exchange_through_slots(state, call, columns, staged, [], into, shared=True)
@@ -130,11 +127,7 @@ def scatter(state: GroupState, root: int, blocks: Sequence[Tensor], out: Tensor)
         rows = [list(sends)] * state.size
         exchange_through_slots(state, call, rows, [root], [], incoming, shared=False)
     elif count:
-        start = sum(sends[: state.rank])
-        if location.region == INLINE:
-            out.copy_(state.inline(root, out.dtype, start, count))
-        else:
-            copy(out, state.at(root, location, out.dtype, start, count))
+        fetch_block(state, root, location, sum(sends[: state.rank]), out)
     if location.region >= USERS and count:
         state.post([root])
 

@@ -17,8 +17,7 @@ from torch.distributed import Work
 
 from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError, MismatchError
 from gradwire.recorder import Entry, failed, record_end, record_start
-from gradwire.shm.algorithms.known_calls import KnownCall, KnownCalls
-from gradwire.shm.algorithms.shared_memory import State
+from gradwire.shm.algorithms.shared_memory import KnownCall, KnownCalls, State
 from gradwire.shm.group.record import UNOBSERVED, Observed, Recorder, Usability
 from gradwire.shm.memory.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.runtime.operation_queue import Job, Queue
@@ -48,18 +47,13 @@ class _Marks(threading.local):
 class Group:
     """One rank of a group, from joining to leaving.
 
-    Args:
-        rank: Rank of this process.
-        size: Number of ranks.
-        state: State of the group on this rank, with its algorithms.
-        messages: Point-to-point messages.
-        queue: Queue of the operations.
-        seconds: Timeout of operations without their own.
-        known: Cached setups of calls; None if there are none.
-        teams: Ranks of each host, if there are several.
-
     Attributes:
-        rank, size, state, messages, seconds, known, teams: See Args; `seconds` may be changed.
+        rank, size: Rank of this process, and number of ranks.
+        state: State of the group on this rank, with its collectives.
+        messages: Point-to-point messages.
+        seconds: Timeout of operations without their own; may be changed.
+        known: Cached setups of calls; None if there are none.
+        teams: Ranks of each host.
         recorder: Recorder of the group, set by the process group or backend that has it.
     """
 
@@ -297,7 +291,6 @@ class NoMembers:
     """In place of a `Group`, before one is formed: every use raises.
 
     Args:
-        reason: Message of the error.
         rank, size, seconds: Attributes of a `Group` until then.
     """
 

@@ -28,9 +28,6 @@ from gradwire.shm.runtime.work import ShmWork, ended, wait_until
 class RingMessages:
     """Messages of a group through rings in shared memory.
 
-    Args:
-        peers: Number of other ranks.
-
     Attributes:
         incoming: Receiving side of each pair of ranks, by the other rank.
     """

@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
-from gradwire.shm.algorithms.known_calls import KnownCalls
-from gradwire.shm.algorithms.shared_memory import SharedMemory
+from gradwire.shm.algorithms.shared_memory import KnownCalls, SharedMemory
 from gradwire.shm.group.group import Group
 from gradwire.shm.group.movement import Movement
 from gradwire.shm.group.overloads import with_awaited_tensors, with_overloads

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.errors import BrokenGroupError
 from gradwire.recorder import Entry, RecordedGroup, ring
-from gradwire.shm.algorithms.known_calls import KnownCall
+from gradwire.shm.algorithms.shared_memory import KnownCall
 from gradwire.shm.runtime.work import without_frames
 
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]

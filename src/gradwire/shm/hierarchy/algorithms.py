@@ -173,13 +173,7 @@ def _packs(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class AllGather:
-    """An all_gather: ranks send their blocks to one rank of each other team, which forwards them.
-
-    Args:
-        context: Context of the group.
-        own: Block of this rank.
-        incoming: Tensor for each rank's block; sizes may differ.
-    """
+    """An all_gather: ranks send their blocks to one rank of each team, which forwards them."""
 
     def __init__(self, context: Context, own: Tensor, incoming: Sequence[Tensor]) -> None:
         self._context, self._incoming = context, incoming
@@ -219,9 +213,7 @@ class Broadcast:
     """A broadcast: the root's team sends a part to each other team, and these exchange their parts.
 
     Args:
-        context: Context of the group.
         flat: Tensor with the root's values; filled on other ranks.
-        root: Rank of the root.
     """
 
     def __init__(self, context: Context, flat: Tensor, root: int) -> None:

@@ -17,7 +17,7 @@ from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.hierarchy.engine import Transfer, Transport
 from gradwire.shm.hierarchy.team import Team
-from gradwire.shm.meeting.teams import Teams
+from gradwire.shm.meeting.rendezvous import Teams
 from gradwire.shm.memory.header import INLINE, Call, Location, check_consistent, header_bytes, write
 
 _ROW_BYTES = 256
@@ -30,12 +30,7 @@ _ROWS = 7  # tag of rows; the phases of the other algorithms are numbered from 0
 
 
 class Messages:
-    """Transfers of one phase, by the number of their piece.
-
-    Args:
-        context: Context of the group.
-        tag: Tag of the phase.
-    """
+    """Transfers of one phase, by the number of their piece."""
 
     def __init__(self, context: Context, tag: int) -> None:
         self._context, self._tag = context, tag
@@ -61,12 +56,6 @@ class Messages:
 
 class Context:
     """State of a group over several hosts, used by its algorithms.
-
-    Args:
-        rank: Rank of this process.
-        teams: Teams of the group.
-        team: Team of this rank.
-        transport: Transport to the ranks of other teams.
 
     Attributes:
         deadline: Deadline of the running operation.

@@ -41,11 +41,7 @@ def join(state: AcrossHosts, seconds: float) -> Group:
 
 
 class EngineMessages:
-    """Messages of a group through the engine between hosts, also within a host.
-
-    Args:
-        transport: Transport to all other ranks.
-    """
+    """Messages of a group through the engine between hosts, also within a host."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -62,9 +62,7 @@ class _InPieces:
     """Reduction of a tensor in place, in pieces.
 
     Args:
-        context: Context of the group.
         flat: 1-d contiguous tensor, reduced in place.
-        op: Number of the reduce op.
         parts: Number of equal blocks in a piece.
     """
 
@@ -198,9 +196,7 @@ class ReduceScatter:
     """A reduce_scatter: each team reduces all ranks' blocks, and sends them to their ranks.
 
     Args:
-        context: Context of the group.
         call: Call with the op.
-        blocks: Block of this rank for each rank.
         out: Tensor for the reduction of the blocks that all ranks have for this one.
     """
 

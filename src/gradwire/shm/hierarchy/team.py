@@ -27,7 +27,6 @@ class Team:
         place: Index of this rank among them.
         owners: Number of places that own a share.
         peers: Connection to each other place.
-        deadline: Deadline for the team to form.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ class Forming:
 
     Args:
         store: Store, prefixed with the group's name.
-        rank: Rank of this process in the group.
         members: Global ranks of the group, in group order.
 
     Attributes:

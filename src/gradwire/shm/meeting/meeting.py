@@ -45,11 +45,8 @@ class Meeting:
     """State of a group on one rank, without the regions for longer data.
 
     Args:
-        rank: Rank of this process.
-        size: Number of ranks.
         peers: Connection to each other rank.
         receive, on_lost: Handlers, see `Links`.
-        deadline: Deadline for the group to form.
 
     Attributes:
         links: Connections to the peers.

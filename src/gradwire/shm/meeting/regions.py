@@ -123,10 +123,6 @@ class Regions:
         """Have peers unmap the regions whose tensors are gone, and free their memory.
 
         No peer reads them: a collective on regions ends after all ranks have read.
-
-        Args:
-            links: Connections to the peers.
-            seconds: Timeout for each message.
         """
         while self._ended:
             try:  # another thread may take the last one meanwhile

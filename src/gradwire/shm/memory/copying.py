@@ -15,12 +15,7 @@ memmove does not read what it overwrites. Other data is copied equally fast."""
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy values, unless both tensors are the same memory; they may overlap.
-
-    Args:
-        target: 1-d contiguous tensor.
-        source: 1-d contiguous tensor of the target's size and dtype.
-    """
+    """Copy values, unless both tensors are the same memory; they may overlap."""
     to, start, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
     assert source.nbytes == nbytes
     if to == start:

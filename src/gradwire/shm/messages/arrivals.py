@@ -27,9 +27,6 @@ from gradwire.shm.runtime.work import ShmWork
 class Assembly:
     """A message that has not arrived completely.
 
-    Args:
-        head: Head of any piece of the message.
-
     Attributes:
         receive: Matching receive, once found.
         arrived: Number of bytes that have arrived.
@@ -97,11 +94,6 @@ class _Rest(NamedTuple):
 
 class Arrivals:
     """Messages that have arrived from one rank.
-
-    Args:
-        source: Rank of the sender.
-        links: Connections of this rank.
-        mailbox: Mailbox that matches messages and receives.
 
     Attributes:
         ring: Ring of the sender, once this rank has found it.

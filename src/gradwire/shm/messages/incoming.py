@@ -30,9 +30,6 @@ class Incoming:
     """Receiving side of one pair of ranks.
 
     Args:
-        source: Rank of the sender.
-        links: Connections of this rank.
-        mailbox: Mailbox that matches messages and receives.
         find_ring: Function that returns the sender's ring, once the sender has filled a slot.
     """
 

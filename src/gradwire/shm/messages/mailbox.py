@@ -83,9 +83,6 @@ class Mailbox:
     releasing it. The copy of a large message must delay neither other receives nor the errors of
     receives whose peer is lost.
 
-    Args:
-        peers: Number of other ranks.
-
     Attributes:
         last_post: Time of the last post of a receive, by `time.monotonic`; 0 if a message was sent
             since then.

@@ -59,7 +59,6 @@ class MessageRing:
 
     Args:
         memory: `RING_BYTES` bytes that both sides map.
-        spins: Number of attempts on a semaphore before sleeping.
         yields, is_beside: Arguments of `Semaphore`, for the other side of the ring.
         create: True for the sender, which initializes the ring.
     """

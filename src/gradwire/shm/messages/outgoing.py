@@ -43,8 +43,6 @@ class Outgoing:
     """Sending side of one pair of ranks; any thread may send.
 
     Args:
-        peer: Rank of the receiver.
-        links: Connections of this rank.
         make_ring: Function that makes the ring, called for the first message.
     """
 

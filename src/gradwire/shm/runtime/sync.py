@@ -111,8 +111,6 @@ class Semaphore:
     """Semaphore in shared memory.
 
     Args:
-        address: Address in this process.
-        spins: Number of attempts before yielding or sleeping.
         yields: Number of yields before sleeping; None for 0.3 ms of yields.
         is_beside: Function that returns True if the posting rank is probably on the same core:
             then attempts are useless before it gets the core. Called only if `yields` is None.
