@@ -24,7 +24,7 @@ from gradwire.shm.algorithms.arithmetic import HALF, SUM, check_reduction, numbe
 from gradwire.shm.algorithms.shared_memory import State
 from gradwire.shm.group.group import Group, check_root, kept
 from gradwire.shm.group.record import UNOBSERVED
-from gradwire.shm.memory.copying import share_memory
+from gradwire.shm.memory.copying import may_overlap
 from gradwire.shm.memory.header import NUMBERS, Call
 from gradwire.shm.memory.tensors import (
     check_parts,
@@ -97,7 +97,7 @@ class Reductions:
 
         def job() -> None:
             flats: Iterable[Tensor] = map(flat_of, filled)
-            if share_memory(filled):  # reduce the values from before the call
+            if may_overlap(filled):  # reduce the values from before the call
                 flats = [flat.clone() for flat in flats]
             for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)

@@ -80,7 +80,7 @@ def overwrites(
     return any(a < d and c < b for a, b in reads for c, d in writes)
 
 
-def share_memory(tensors: Sequence[Tensor]) -> bool:
+def may_overlap(tensors: Sequence[Tensor]) -> bool:
     """Return True if some tensors overlap, judged by their first and last elements."""
     if len(tensors) < 2:
         return False
