@@ -277,15 +277,14 @@ def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:
 
 
 def test_threads_that_allocate_at_once_get_regions_of_their_own() -> None:
-    links, regions, kept = Links({}, lambda *_: None, lambda *_: None), Regions(), []
+    links, kept = Links({}, lambda *_: None, lambda *_: None), []
+    regions = Regions(links)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         threads = [
             threading.Thread(
-                target=lambda: kept.extend(
-                    regions.allocate(1, links, Deadline(5)) for _ in range(200)
-                )
+                target=lambda: kept.extend(regions.allocate(1, Deadline(5)) for _ in range(200))
             )
             for _ in range(4)
         ]

@@ -62,8 +62,8 @@ class GroupState(Meeting):
         deadline: Deadline,
     ) -> None:
         self._other = other
-        self._regions = Regions()
         super().__init__(rank, size, peers, self._receive, on_lost, deadline)
+        self._regions = Regions(self.links)
         self._staging: dict[int, Tensor] = {}
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowded = self._spins == 1
@@ -72,7 +72,7 @@ class GroupState(Meeting):
 
     def _forget_last(self) -> None:
         self._ring = None
-        self._regions.release_ended(self.links, self._deadline.seconds)
+        self._regions.release_ended(self._deadline.seconds)
 
     def pipeline(
         self, pieces: int, *, stages: int, partners: Sequence[int] | None = None
@@ -111,7 +111,7 @@ class GroupState(Meeting):
     ) -> Tensor:
         """Return elements `start` to `start + count` of a rank's tensor in a region."""
         first = Location(location.region, location.offset + start * dtype.itemsize)
-        return self._regions.view(rank, first, dtype, count, self.links, self._deadline)
+        return self._regions.view(rank, first, dtype, count, self._deadline)
 
     def staged_location(
         self, nbytes: int, *, sends: bool = True, reduces: bool = False
@@ -160,8 +160,7 @@ class GroupState(Meeting):
             if nbytes <= half
         )
         if number not in self._upfront:
-            deadline = Deadline(self._deadline.seconds)
-            region = self._regions.allocate(2 * half, self.links, deadline, number)
+            region = self.allocate(2 * half, number)
             self._upfront[number] = region.chunk(2)
         parity = self._parity ^ 1
         return Location(number, half * parity), self._upfront[number][parity].view(dtype)
@@ -185,9 +184,8 @@ class GroupState(Meeting):
     def _stage(self, number: int) -> Tensor:
         staging = self._staging.get(number)
         if staging is None:
-            deadline = Deadline(self._deadline.seconds)
             size = RINGS[number].slots * RINGS[number].slot_bytes
-            staging = self._regions.allocate(size, self.links, deadline, STAGING[number])
+            staging = self.allocate(size, STAGING[number])
             self._staging[number] = staging
         return staging
 
@@ -197,17 +195,16 @@ class GroupState(Meeting):
         if rank == self.rank:
             region = self._stage(number)
         else:
-            region = self._regions.of_peer(rank, STAGING[number], self.links, self._deadline)
+            region = self._regions.of_peer(rank, STAGING[number], self._deadline)
         return list(region.view(dtype).chunk(RINGS[number].slots))
 
-    def allocate(self, size: int) -> Tensor:
-        """Allocate bytes in a new region of this rank."""
-        return self._regions.allocate(size, self.links, Deadline(self._deadline.seconds))
+    def allocate(self, size: int, number: int | None = None) -> Tensor:
+        """Allocate bytes in a new region of this rank, of this number if one is given."""
+        return self._regions.allocate(size, Deadline(self._deadline.seconds), number)
 
     def make_ring(self, receiver: int) -> MessageRing:
         """Make the ring for this rank's messages to another."""
-        deadline = Deadline(self._deadline.seconds)
-        memory = self._regions.allocate(RING_BYTES, self.links, deadline, MESSAGE_RING + receiver)
+        memory = self.allocate(RING_BYTES, MESSAGE_RING + receiver)
         return self._map_ring(memory, receiver, create=True)
 
     def find_ring(self, sender: int) -> MessageRing:

@@ -54,9 +54,14 @@ class _Mapped:
 
 
 class Regions:
-    """Regions that one rank has mapped: its own and those of its peers."""
+    """Regions that one rank has mapped: its own and those of its peers.
 
-    def __init__(self) -> None:
+    Args:
+        links: Connections to the peers.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._numbers: dict[int, int] = {}  # numbers of this rank's regions, by address
         self._next = count(USERS)
         self._ended: deque[tuple[int, tuple[int, int]]] = deque()
@@ -69,14 +74,11 @@ class Regions:
         self._mapped: dict[tuple[int, int], _Mapped] = {}  # by peer and number
         self._descriptors: dict[int, int] = {}  # by peer
 
-    def allocate(
-        self, size: int, links: Links, deadline: Deadline, number: int | None = None
-    ) -> Tensor:
+    def allocate(self, size: int, deadline: Deadline, number: int | None = None) -> Tensor:
         """Make a region of zeros and send its location to all peers.
 
         Args:
             size: Number of bytes.
-            links: Connections to the peers.
             deadline: Deadline for sending.
             number: Number of the region; None for the next free one.
 
@@ -84,7 +86,7 @@ class Regions:
             DistributedError: There is not enough memory.
             NotSupportedError: A signal handler called this amid an allocation of its thread.
         """
-        self.release_ended(links, deadline.left())
+        self.release_ended(deadline.left())
         with self._lock:
             if self._allocating:
                 raise NotSupportedError(
@@ -93,11 +95,11 @@ class Regions:
                 )
             self._allocating = True
             try:
-                return self._allocate(size, links, deadline, number)
+                return self._allocate(size, deadline, number)
             finally:
                 self._allocating = False
 
-    def _allocate(self, size: int, links: Links, deadline: Deadline, number: int | None) -> Tensor:
+    def _allocate(self, size: int, deadline: Deadline, number: int | None) -> Tensor:
         if self._memory is None:
             self._memory = segment.GrowingMemory()
         piece = self._memory.allocate(size), size
@@ -115,11 +117,11 @@ class Regions:
         numbers[flat.data_ptr()] = known
         fd = -1 if self._sent else self._memory.fd
         data = _PIECE.pack(*piece)
-        links.send_to_all(Message(Kind.REGION, number=known, data=data, fd=fd), deadline)
+        self._links.send_to_all(Message(Kind.REGION, number=known, data=data, fd=fd), deadline)
         self._sent = True
         return flat[:size]
 
-    def release_ended(self, links: Links, seconds: float | None) -> None:
+    def release_ended(self, seconds: float | None) -> None:
         """Have peers unmap the regions whose tensors are gone, and free their memory.
 
         No peer reads them: a collective on regions ends after all ranks have read.
@@ -130,7 +132,7 @@ class Regions:
             except IndexError:
                 return
             if self._pieces.get(number) is piece:  # otherwise allocated again after an error
-                links.send_to_all(Message(Kind.RELEASE, number=number), Deadline(seconds))
+                self._links.send_to_all(Message(Kind.RELEASE, number=number), Deadline(seconds))
                 del self._pieces[number]
             assert self._memory is not None
             self._memory.free(*piece)
@@ -166,9 +168,9 @@ class Regions:
         mapping = segment.Mapping(fd, None, offset, max(size, 1))
         self._mapped[peer, message.number] = _Mapped(mapping.flat)
 
-    def of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> Tensor:
+    def of_peer(self, peer: int, number: int, deadline: Deadline) -> Tensor:
         """Return a peer's region, waiting for it; see `_of_peer`."""
-        return self._of_peer(peer, number, links, deadline).flat
+        return self._of_peer(peer, number, deadline).flat
 
     def view(
         self,
@@ -176,14 +178,13 @@ class Regions:
         location: Location,
         dtype: torch.dtype,
         count: int,
-        links: Links,
         deadline: Deadline,
     ) -> Tensor:
         """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`.
 
         Views are cached, as training uses the same ones in each step and making one takes 4 µs.
         """
-        mapped = self._of_peer(peer, location.region, links, deadline)
+        mapped = self._of_peer(peer, location.region, deadline)
         key = dtype, location.offset, count
         view = mapped.views.get(key)
         if view is None:
@@ -194,7 +195,7 @@ class Regions:
                 view = mapped.views[key] = mapped.flat[location.offset : end].view(dtype)
         return view
 
-    def _of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> _Mapped:
+    def _of_peer(self, peer: int, number: int, deadline: Deadline) -> _Mapped:
         """Return a peer's region; wait for it, as its message may not have been read yet.
 
         Raises:
@@ -203,15 +204,15 @@ class Regions:
         found = self._mapped.get((peer, number))
         if found is not None:
             return found
-        with links.changed:
+        with self._links.changed:
             while (peer, number) not in self._mapped:
-                links.check([peer])
+                self._links.check([peer])
                 if deadline.over():
                     raise CollectiveTimeoutError(
-                        f"rank {links.ranks[peer]} did not share its memory within "
+                        f"rank {self._links.ranks[peer]} did not share its memory within "
                         f"{deadline.seconds:g} s"
                     )
-                links.changed.wait(0.05)
+                self._links.changed.wait(0.05)
             return self._mapped[peer, number]
 
     def found(self, peer: int, number: int) -> Tensor:
