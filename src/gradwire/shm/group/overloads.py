@@ -55,28 +55,11 @@ _OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's arguments: with
     "barrier": (BarrierOptions, "", "timeout"),
 }
 _OPERATIONS = (
-    "broadcast",
-    "allreduce",
-    "allreduce_sparse",
-    "reduce",
-    "allgather",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "scatter",
-    "alltoall",
-    "all_to_all_single",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "send",
-    "recv",
-    "recv_anysource",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall_base",
+    *("broadcast", "allreduce", "allreduce_sparse", "reduce", "allgather", "all_gather_single"),
+    *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "send", "recv"),
+    *("recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"),
 )
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
