@@ -94,10 +94,7 @@ class Movement:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
-        self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        opts: AllgatherOptions | None = None,
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         """Run `all_gather_single` for several tensors in one operation."""
         group = self._group
@@ -119,10 +116,7 @@ class Movement:
         return group.submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
 
     def gather(
-        self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: GatherOptions | None = None,
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: GatherOptions | None = None
     ) -> Work:
         """Fill the root's list with all ranks' tensors, whose sizes may differ."""
         group, opts = self._group, opts or GatherOptions()
@@ -136,10 +130,7 @@ class Movement:
         return group.submit_into(into, fill, opts, "gather", inputs)
 
     def scatter(
-        self,
-        outputs: list[Tensor],
-        inputs: list[list[Tensor]],
-        opts: ScatterOptions | None = None,
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ScatterOptions | None = None
     ) -> Work:
         """Fill every rank's tensor with its entry of the root's list, whose sizes may differ."""
         group, opts = self._group, opts or ScatterOptions()
@@ -153,10 +144,7 @@ class Movement:
         return group.submit_into(outputs, fill, opts, "scatter", blocks)
 
     def alltoall(
-        self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        opts: AllToAllOptions | None = None,
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllToAllOptions | None = None
     ) -> Work:
         """Fill entry i of a rank's outputs with rank i's entry for it; sizes may differ."""
         group = self._group

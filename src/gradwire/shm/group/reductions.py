@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 
 from gradwire.errors import ArgumentError
 from gradwire.shm.algorithms.arithmetic import HALF, SUM, check_reduction, number_of
@@ -134,10 +130,7 @@ class Reductions:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
-        self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        opts: ReduceScatterOptions | None = None,
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Run `reduce_scatter_single` for several tensors in one operation."""
         group, opts = self._group, opts or ReduceScatterOptions()

@@ -77,11 +77,7 @@ class _TransferWork(ShmWork):
     """Handle of a message, completed by the thread that waits for it."""
 
     def __init__(
-        self,
-        group: Group,
-        transfer: Transfer,
-        tensors: Sequence[Tensor],
-        flat: Tensor | None,
+        self, group: Group, transfer: Transfer, tensors: Sequence[Tensor], flat: Tensor | None
     ) -> None:
         super().__init__(tensors, group.seconds, callbacks_in_own_thread=True)
         self._group, self._transfer, self._flat = group, transfer, flat

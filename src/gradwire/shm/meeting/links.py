@@ -22,12 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from gradwire._processes import Deadline
-from gradwire.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    PeerFailedError,
-    PeerLostError,
-)
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerFailedError, PeerLostError
 from gradwire.shm.memory.segment import check_sealed
 
 _HEAD = struct.Struct("<Biq")  # kind, tag, and a number whose meaning depends on the kind

@@ -173,12 +173,7 @@ class Regions:
         return self._of_peer(peer, number, deadline).flat
 
     def view(
-        self,
-        peer: int,
-        location: Location,
-        dtype: torch.dtype,
-        count: int,
-        deadline: Deadline,
+        self, peer: int, location: Location, dtype: torch.dtype, count: int, deadline: Deadline
     ) -> Tensor:
         """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`.
 

@@ -19,12 +19,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from gradwire._processes import Deadline
-from gradwire.errors import (
-    CollectiveTimeoutError,
-    MismatchError,
-    PeerFailedError,
-    PeerLostError,
-)
+from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PeerLostError
 from gradwire.shm.meeting.forming import identity_of, of_ranks
 
 _FAILED = b"failed: "

@@ -34,11 +34,7 @@ class Incoming:
     """
 
     def __init__(
-        self,
-        source: int,
-        links: Links,
-        mailbox: Mailbox,
-        find_ring: Callable[[], MessageRing],
+        self, source: int, links: Links, mailbox: Mailbox, find_ring: Callable[[], MessageRing]
     ) -> None:
         self._source, self._links, self._mailbox = source, links, mailbox
         self._find_ring = find_ring
