@@ -300,14 +300,13 @@ class NoMembers:
         self._reason, self.rank, self.size, self.seconds = reason, rank, size, seconds
 
     def leave(self, reason: str) -> None:
-        """Do nothing: no member waits for this rank."""
+        """Raise errors with another message from here on."""
+        self._reason = reason
 
-    abort = leave
+    def abort(self, reason: str = "") -> None:
+        """Do nothing: there are no operations."""
 
-    def abort_and_leave(self) -> None:
-        """Do nothing."""
-
-    leave_in_child = abort_and_leave
+    abort_and_leave = leave_in_child = abort
 
     def __getattr__(self, name: str) -> Any:
         raise BrokenGroupError(self._reason)
