@@ -27,7 +27,7 @@ class Process:
     """Process of a member.
 
     Args:
-        process: Identity of the process, from `liveness.this_process`.
+        process: Identity of the process, from `this_process`.
         listener: Name under which other members of its host connect to it.
         network: Network namespace, which limits the reach of listeners' names.
     """
