@@ -243,13 +243,13 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                 "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
                 "DistributedDataParallel"
             )
-        self._before(self._syncing())
+        self._began = self._before(self._syncing())
         if self.device is None:
             return inputs, kwargs
         return map_tensors(self._to_device, inputs), map_tensors(self._to_device, kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        return self._after(output, self._syncing())
+        return self._after(output, self._syncing(), self._began)
 
     def _syncing(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -257,9 +257,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     # -- errors and logging -----------------------------------------------------------------
 
     @run_as_written
-    def _before(self, syncing: bool) -> None:
+    def _before(self, syncing: bool) -> int:
         try:
-            super()._before(syncing)
+            return super()._before(syncing)
         except ReductionError as error:
             rank, names = self.process_group.rank(), self._reduced()
             reworded = unfinished_reduction(error, rank, names, static=self.static_graph)

@@ -31,10 +31,6 @@ from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import Change, ReducerOptions
-from gradwire.ddp.verify import Replica
-from gradwire.hooks import StatefulHook, all_reduce, bf16, fp16
-
-REPLICAS_CHECKED_EVERY = 100
 
 
 class DistributedDataParallel(UnevenInputs):
@@ -210,13 +206,12 @@ class DistributedDataParallel(UnevenInputs):
             return self._call(inputs, kwargs)
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         recomputing = self.reducer.in_backward  # in a checkpoint around this module
-        if not recomputing:
-            self._before(syncing)
+        began = 0 if recomputing else self._before(syncing)
         output = self._call(inputs, kwargs)
         if recomputing:
             self.reducer.expect_nested(tensors_in(output))
             return output
-        return self._after(output, syncing and self.require_backward_grad_sync)
+        return self._after(output, syncing and self.require_backward_grad_sync, began)
 
     @compile_callees_only
     def _call(self, inputs: Any, kwargs: Any) -> Any:
@@ -235,19 +230,23 @@ class DistributedDataParallel(UnevenInputs):
             TORCHS_DDP._active_ddp_module = outer
 
     @runs_outside_contexts
-    def _before(self, syncing: bool) -> None:
-        """Communicate before a forward, and prepare the backward."""
+    def _before(self, syncing: bool) -> int:
+        """Communicate before a forward, and prepare the backward.
+
+        Returns:
+            Autograd's sequence number when the forward begins.
+        """
         step: StepInfo | None = None
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
-            self._note_replica(changes=not syncing)
+            self._replicas.note(changes=not syncing)
         buffers, joining = self._buffers_synced, self._join_config.enable
         sends_buffers = self._syncs_buffers(torch.is_grad_enabled())
         if not syncing and (joining or sends_buffers):
             FaultDomain.of(self._group).before_others()
         if syncing:
             self.reducer.recover()  # raises errors of other ranks before the ranks communicate
-            self._verify_replicas()
+            self._replicas.verify()
             self._parameter_check.check()
         if joining:
             self.reducer.check_over()
@@ -259,71 +258,28 @@ class DistributedDataParallel(UnevenInputs):
             buffers.sync(self._group, root=root)
         shadowed = step is not None and step.ranks < self._group.size()
         if syncing and step is None:
-            self.reducer.prepare()
+            self.reducer.prepare(recovered=not sends_buffers)
         elif syncing and step is not None:
             ranks = None if self._divide_by_initial_world_size else step.ranks
             self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
-        if syncing or self.sync_buffers_in_eval or torch.is_grad_enabled():
+        keeps = self.require_forward_param_sync is syncing  # setting an attribute takes 2 µs
+        if not keeps and (syncing or self.sync_buffers_in_eval or torch.is_grad_enabled()):
             self.require_forward_param_sync = syncing
-        self._forward_began = torch.autograd._get_sequence_nr()
+        return torch.autograd._get_sequence_nr()
 
     @run_as_written
-    def _after(self, output: Any, syncing: bool) -> Any:
+    def _after(self, output: Any, syncing: bool, began: int) -> Any:
         """Communicate after a forward, register hooks on its output, and return the output."""
         if syncing and self._merges_buffers():
             runs_outside_contexts(self._buffers_synced.sync)(self._group)
         if self.find_unused_parameters and torch.is_grad_enabled():
-            output = with_own_nodes(output, self._forward_began)
+            output = with_own_nodes(output, began)
         if syncing:
-            outputs = beginnings(output, self._forward_began)
+            outputs = beginnings(output, began)
             self.reducer.expect(outputs, counted=self.module.training)
         elif torch.is_grad_enabled():
-            self.reducer.expect_local(beginnings(output, self._forward_began))
+            self.reducer.expect_local(beginnings(output, began))
         return output
-
-    def _note_replica(self, *, changes: bool) -> None:
-        """Compute the parameters' digest if they are to be verified, before a step's first forward.
-
-        Until the forward whose gradients are averaged, a program may change parameters on each
-        rank: in sharpness-aware minimization each rank ascends along its own gradient.
-        """
-        if not self._is_time_to_verify():
-            self._replica = None
-        elif self._replica is None or self._replica.step != self.reducer.step:
-            self._replica = Replica(self._replicated, self.reducer.step, changes=changes)
-
-    def _replica_message(self) -> Tensor | None:
-        """Return what is sent to verify that parameters are equal, at the end of a backward."""
-        if not self._is_time_to_verify():
-            return None
-        replica = self._replica
-        if replica is None:
-            replica = Replica(self._replicated, self.reducer.step - 1, changes=True)
-        self._sent_replica, self._replica = replica, None
-        return replica.message(self._group, self.reducer.forward_counts)
-
-    def _verify_replicas(self) -> None:
-        """Verify that parameters were equal on all ranks, if a backward has sent their digest."""
-        sums = self.reducer.received_replicas()
-        if sums is not None and self._sent_replica is not None:
-            self._sent_replica.verify(self._group, sums)
-
-    def _is_time_to_verify(self) -> bool:
-        every = self.check_replicas
-        if every is None:
-            every = REPLICAS_CHECKED_EVERY if self._averages_over_all_ranks() else 0
-        return self.reducer.is_time_to_verify(every)
-
-    def _averages_over_all_ranks(self) -> bool:
-        """Return True if all ranks are known to receive the same gradients."""
-        if self._hook is None:
-            return True
-        state = self.reducer.hook_state
-        group = getattr(state, "process_group", state)
-        averages = self._hook in (all_reduce, bf16, fp16) or (
-            isinstance(self._hook, StatefulHook) and self._hook.averages
-        )
-        return averages and (group is self._group or not isinstance(group, ProcessGroup))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

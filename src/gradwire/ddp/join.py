@@ -100,7 +100,6 @@ class UnevenInputs(ReducedModule, Joinable):
     broadcast_buffers: bool
     require_forward_param_sync: bool
     sync_buffers_in_eval: bool
-    check_replicas: int | None
     _buffers_synced: Buffers
     _divide_by_initial_world_size = True
 

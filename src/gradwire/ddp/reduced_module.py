@@ -25,25 +25,29 @@ from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.verify import Replica, describe, verify_same
+from gradwire.ddp.verify import Replicas, describe, verify_same
 from gradwire.errors import ArgumentTypeError
-from gradwire.hooks import CommHook, GradBucket, StatefulHook, all_reduce, bind_hook, get_hook, wrap
+from gradwire.hooks import (
+    CommHook,
+    GradBucket,
+    StatefulHook,
+    all_reduce,
+    bf16,
+    bind_hook,
+    fp16,
+    get_hook,
+    wrap,
+)
 from gradwire.hooks.bucket import with_buffer
 from gradwire.hooks.stateful import group_from, name_if_group
 
 Change = Callable[[GradBucket], None]
 """Function that changes a bucket's gradients in place."""
 
-NOT_PICKLED = (
-    "reducer",
-    "_parameter_check",
-    "_precision",
-    "_replicated",
-    "_replica",
-    "_sent_replica",
-)
+NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicas")
 """Attributes recreated for the parameters of a copy."""
 SMALLEST_PIECE_BYTES = 1 << 20
+REPLICAS_CHECKED_EVERY = 100
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
 
 
@@ -90,6 +94,7 @@ class ReducedModule(nn.Module):
     """
 
     reducer: Reducer
+    check_replicas: int | None
 
     def __init__(
         self,
@@ -127,7 +132,6 @@ class ReducedModule(nn.Module):
             buckets = enumerate(names_by_bucket(layout, reduced))
             own = [(f"bucket {i}", ", ".join(names)) for i, names in buckets]
             verify_same(self._group, own, "bucket layouts", LAYOUT_REMEDY)
-        self._replicated = named
         self._parameter_check = ParameterCheck(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
             reduced,
@@ -135,16 +139,10 @@ class ReducedModule(nn.Module):
             sparse=sparse_names(self.module),
             **vars(self._reducer_options),
         )
-        self._replica: Replica | None = None
-        self._sent_replica: Replica | None = None
-        self.reducer.send_replica(self._replica_message)
+        self._replicas = Replicas(named, self.reducer)
         self._apply_hook()
         if before:
             rekey(self.reducer.hook_state, before, self.reducer.layout)
-
-    def _replica_message(self) -> Tensor | None:
-        """Return what is sent at the end of a backward to compare replicas, if it is time to."""
-        return None
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)
@@ -154,6 +152,24 @@ class ReducedModule(nn.Module):
             hook = wrap(hook or all_reduce, before=before, after=changed)
         if hook is not None or self.reducer.has_hook:
             self.reducer.register_comm_hook(self._hook_state, hook)
+        self._set_replica_interval()
+
+    def _set_replica_interval(self) -> None:
+        every = self.check_replicas
+        if every is None:
+            every = REPLICAS_CHECKED_EVERY if self._averages_over_all_ranks() else 0
+        self._replicas.every = every
+
+    def _averages_over_all_ranks(self) -> bool:
+        """Return True if all ranks are known to receive the same gradients."""
+        if self._hook is None:
+            return True
+        state = self.reducer.hook_state
+        group = getattr(state, "process_group", state)
+        averages = self._hook in (all_reduce, bf16, fp16) or (
+            isinstance(self._hook, StatefulHook) and self._hook.averages
+        )
+        return averages and (group is self._group or not isinstance(group, ProcessGroup))
 
     def register_comm_hook(
         self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
@@ -289,6 +305,7 @@ class ReducedModule(nn.Module):
         self.reducer.replace_group(group)
         if not isinstance(self._hook, StatefulHook):
             self._hook_state = self.reducer.hook_state
+        self._set_replica_interval()
 
     @runs_outside_contexts
     def refit(self) -> None:

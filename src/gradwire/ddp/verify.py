@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
+from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
@@ -94,6 +95,61 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
     error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
     failed(error)
     raise error
+
+
+class Replicas:
+    """Comparison of the ranks' parameters, after a number of reduced backwards.
+
+    A backward sends a digest of the parameters, and the next forward verifies that all ranks sent
+    the same one. The digest is that of the step's first forward: until the forward whose gradients
+    are averaged, a program may change parameters on each rank. In sharpness-aware minimization each
+    rank ascends along its own gradient.
+
+    Args:
+        named: Names and parameters.
+        reducer: Reducer that sends the digests.
+
+    Attributes:
+        every: Number of reduced backwards from one comparison to the next; 0 for none.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], reducer: Reducer) -> None:
+        self._named, self._reducer = named, reducer
+        self.every = 0
+        self._noted: Replica | None = None
+        self._sent: Replica | None = None
+        reducer.send_replica(self._message)
+
+    def note(self, *, changes: bool) -> None:
+        """Compute the digest, if one is due, before a step's first forward.
+
+        Args:
+            changes: True if the parameters may change before they are compared.
+        """
+        if not 0 < self.every <= self._reducer.unverified:
+            self._noted = None
+        elif self._noted is None or self._noted.step != self._reducer.step:
+            self._noted = Replica(self._named, self._reducer.step, changes=changes)
+
+    def _message(self) -> Tensor | None:
+        """Return what is sent at the end of a backward; None if no digest is due."""
+        if not 0 < self.every <= self._reducer.unverified:
+            return None
+        replica = self._noted
+        if replica is None:
+            replica = Replica(self._named, self._reducer.step - 1, changes=True)
+        self._sent, self._noted = replica, None
+        return replica.message(self._reducer.group, self._reducer.forward_counts)
+
+    def verify(self) -> None:
+        """Raise on every rank if the ranks' parameters differed in the last backward.
+
+        Raises:
+            MismatchError: Parameters differ; has the name of the first one and each rank's digest.
+        """
+        sums = self._reducer.received_replicas()
+        if sums is not None and self._sent is not None:
+            self._sent.verify(self._reducer.group, sums)
 
 
 class Replica:

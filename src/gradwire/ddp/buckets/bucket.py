@@ -75,9 +75,11 @@ class Bucket(ABC):
         scale: Factor by which gradients are multiplied before the reduction.
         flat: Flat tensor that is reduced; valid from `copy_in` to `copy_out`.
         extra_numel: Number of extra elements of `flat` after the gradients.
+        extra: Those elements.
     """
 
     flat: Tensor
+    extra: Tensor
     extra_numel = 0
 
     def __init__(

@@ -79,13 +79,14 @@ class PackedBucket(Bucket):
         self._views = views(self.flat, self.like, keep_strides=True)
         # With a scale, the gradients that are not scaled one by one are last.
         self._small = self.flat[self._at_once_numel :]
+        self.extra = self.flat[count - self.extra_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
         self._own_uses = uses(self.flat)
         self._lent.set_views(self._views)
 
     def _release(self) -> None:
         """Release the buffer: until the next backward, only gradients in it keep it alive."""
-        del self.flat, self._small
+        del self.flat, self.extra, self._small
         self._views = []
 
     def _ensure_writable(self) -> None:

@@ -86,8 +86,8 @@ class CollectiveLog:
 
     def position(self, group: ProcessGroup) -> int:
         """Return the number of the last collective sent on the group."""
-        try:
-            return sequence_number(group)
+        try:  # `sequence_number`, called several times per bucket
+            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         except RuntimeError:  # the backend does not count: count logged collectives only
             return self._counted
 

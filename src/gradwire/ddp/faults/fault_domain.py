@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch.distributed import ProcessGroup
 
@@ -59,10 +60,10 @@ class FaultDomain(Resynchronizer):
         with _DOMAINS_LOCK:
             return _DOMAINS.get(group)
 
-    def elsewhere(self) -> list[Participant]:
+    def elsewhere(self) -> Sequence[Any]:
         """Return the reducers of this process's other groups."""
         if len(_DOMAINS) == 1:
-            return []
+            return ()
         return [p for d in list(_DOMAINS.values()) if d is not self for p in d.participants]
 
     @staticmethod

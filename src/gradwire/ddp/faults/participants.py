@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.waiting import InFlight
@@ -50,8 +50,8 @@ class Participants:
         # A copy: the garbage collector may remove a reducer and its reference at any time.
         return iter([p for r in list(self._references) if (p := r()) is not None])
 
-    def others(self, than: Participant) -> Sequence[Participant]:
-        """Return all participants but one."""
+    def others(self, than: Participant) -> Sequence[Any]:
+        """Return all participants but one; all are of its class."""
         if len(self._references) == 1:
             return ()
         return [p for p in self if p is not than]

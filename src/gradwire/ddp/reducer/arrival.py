@@ -112,7 +112,7 @@ def on_gradient(
         _on_undefined(backward, index)
         return
     if not running:
-        _begin(backward, index, incoming[0])
+        _begin_outside(backward, index, incoming[0])
     if backward.arrivals is not None:
         backward.arrivals.append(index)
     bucket = backward.buckets.of[index]
@@ -182,7 +182,6 @@ def _prepare_late(backward: Backward) -> None:
             prepare_now()
 
 
-@runs_outside_contexts
 def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None = None) -> None:
     """Begin a backward at its first gradient, of a parameter or of an output."""
     with backward.domain.lock:  # autograd runs one thread per device
@@ -215,6 +214,9 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
     came, backward.came_local = backward.came_local, []
     for i in came:
         on_gradient(weakref.ref(backward), i, None, (backward.parameters[i].grad,))
+
+
+_begin_outside = runs_outside_contexts(_begin)
 
 
 def _check_may_begin(backward: Backward) -> None:

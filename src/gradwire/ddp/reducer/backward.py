@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -152,15 +152,16 @@ class Backward:
 
     def others(self) -> Sequence[Backward]:
         """Return the backwards of the group's other reducers."""
-        return cast("Sequence[Backward]", self.domain.participants.others(self))
+        return self.domain.participants.others(self)
 
     def elsewhere(self) -> Sequence[Backward]:
         """Return the backwards of reducers of this process's other groups."""
-        return cast("Sequence[Backward]", self.domain.elsewhere())
+        return self.domain.elsewhere()
 
     def sharing(self) -> list[Backward]:
         """Return the backwards of other groups that run in the same backward of autograd."""
-        return [b for b in self.elsewhere() if b.running and b.task == self.task]
+        elsewhere = self.domain.elsewhere()
+        return [b for b in elsewhere if b.running and b.task == self.task] if elsewhere else []
 
     def in_flight(self) -> list[InFlight]:
         """Return the messages in flight."""

@@ -42,13 +42,15 @@ def on_end(backward: Backward, run: int) -> None:
         return
     try:
         _check_converted(backward)
+        sharing = backward.sharing()
         if backward.untouched:
             _end_untouched(backward)
-        elif backward.sharing():
+        elif sharing:
             backward.parked = True
         else:
             _end(backward)
-        _end_parked(backward)
+        if sharing or backward.others():  # else none is parked
+            _end_parked(backward)
     except BaseException:
         backward.interrupt()
         raise
@@ -197,7 +199,7 @@ def finalize_backward(backward: Backward) -> None:
     buckets, usage, parameters = backward.buckets, backward.usage, backward.parameters
     unused = buckets.unused()
     untouched = {i for i in unused if not parameters[i].requires_grad}
-    results, factor = _receive(backward, buckets.ready(), backward.tally())
+    results, factor = _receive(backward, buckets.ready())
     if usage.allows_unused:
         untouched |= usage.unused
     for other in backward.others():
@@ -234,7 +236,7 @@ def shadow(backward: Backward) -> None:
 
 
 def _receive(
-    backward: Backward, used: Iterable[int], own: Tally
+    backward: Backward, used: Iterable[int], own: Tally | None = None
 ) -> tuple[list[Tensor | None], float | None]:
     """Send the remaining messages and wait for all results.
 
@@ -244,7 +246,7 @@ def _receive(
     Args:
         backward: Backward whose buckets are waited for.
         used: Parameters that got a gradient on this rank.
-        own: Summands of this rank in the vote.
+        own: Summands of this rank in the vote; None for those of its backward.
 
     Returns:
         The result of each bucket, or None if it is in the bucket's buffer; and the factor still to
@@ -270,7 +272,7 @@ def _receive(
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        sums = launcher.vote(own)
+        sums = launcher.vote(backward.tally() if own is None else own)
         backward.check_in_step(sums)
         if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
@@ -289,7 +291,7 @@ def _factor_from_bucket(backward: Backward) -> float | None:
     # and they report a mismatch
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
-    sums = Tally.read(weights_bucket.flat)
+    sums = Tally.read(weights_bucket.extra)
     backward.check_in_step(sums)
     return backward.weights.factor(sums, backward.ranks)
 

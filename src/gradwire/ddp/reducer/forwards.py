@@ -56,7 +56,8 @@ class Forwards:
 
     def begin(self) -> Forward:
         """Record a forward with outputs at which a backward may begin."""
-        self._open = {n: ref for n, ref in self._open.items() if ref() is not None}
+        if self._open:
+            self._open = {n: ref for n, ref in self._open.items() if ref() is not None}
         self._last += 1
         forward = Forward(self._last)
         self._open[forward.number] = weakref.ref(forward)
@@ -87,4 +88,6 @@ class Forwards:
         self._open.clear()
 
     def _gone(self) -> int:
+        if not self._open:  # the usual case
+            return 0
         return sum(ref() is None for number, ref in self._open.items() if number < self._reached)

@@ -15,9 +15,9 @@ the order in which rank 0's gradients became ready (`Backward.rebuild_once`).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns
-from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -114,16 +114,14 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
                 continue
             step, names = backward.step, bucket.names
             record = ring.begin_bucket(backward.group, step, len(launched), names)
-            with _range(bucket, "pack"):
-                backward.launcher.copy_in(bucket)
+            _in_range("pack", backward.launcher.copy_in, bucket)
             if bucket.extra_numel:
-                backward.tally().write(bucket.flat)
+                backward.tally().write(bucket.extra)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
             before = 0 if record is None else backward.domain.position()
             if record is not None:
                 record.packed = perf_counter_ns()
-            with _range(bucket, "send"):
-                launch_filled(backward, bucket, is_last=is_last)
+            _in_range("send", partial(launch_filled, backward, is_last=is_last), bucket)
             if record is not None:
                 record.sent = perf_counter_ns()
                 record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
@@ -144,11 +142,13 @@ def _may_share(backward: Backward) -> bool:
     return any(b.running or b.state is BackwardState.EXPECTED for b in backward.elsewhere())
 
 
-def _range(bucket: Bucket, what: str) -> AbstractContextManager[Any]:
-    """Return a range in the profiler's trace if a profiler is enabled."""
+def _in_range(what: str, function: Callable[[Bucket], None], bucket: Bucket) -> None:
+    """Call a function of a bucket, as a range in the trace of the profiler if one is enabled."""
     if not torch.autograd._profiler_enabled():
-        return nullcontext()
-    return record_function(f"gradwire: {what} {bucket.what}")
+        function(bucket)
+        return
+    with record_function(f"gradwire: {what} {bucket.what}"):
+        function(bucket)
 
 
 def _is_last(backward: Backward, index: int) -> bool:

@@ -209,7 +209,12 @@ class Reducer:
 
     @runs_outside_contexts
     def prepare(
-        self, *, ranks: int | None = None, uneven: bool = False, shadowed: bool = False
+        self,
+        *,
+        ranks: int | None = None,
+        uneven: bool = False,
+        shadowed: bool = False,
+        recovered: bool = False,
     ) -> None:
         """Expect a backward. Called before each backward that is reduced.
 
@@ -217,6 +222,7 @@ class Reducer:
             ranks: Divisor of the sum; None for the number of ranks of the group.
             uneven: If True, ranks may take part by `shadow`, where unused buckets are unknown.
             shadowed: If True, some ranks do. They wait for exactly one backward.
+            recovered: True if `recover` was called, and nothing was sent since.
 
         Raises:
             ReductionError: The previous backward left parameters without a gradient.
@@ -227,7 +233,8 @@ class Reducer:
         if (error := rpc_context_error()) is not None:
             raise error
         backward = self._backward
-        backward.recover()
+        if not recovered:
+            backward.recover()
         if not backward.step:  # optimizers may be attached after wrapping, without hooks
             backward.detach_optimizers()
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
@@ -250,9 +257,15 @@ class Reducer:
             )
         backward.weights.give(weight)
 
-    def is_time_to_verify(self, every: int) -> bool:
-        """Return True after this many reduced backwards since replicas were sent, on all ranks."""
-        return 0 < every <= self._backward.unverified
+    @property
+    def group(self) -> ProcessGroup:
+        """Process group."""
+        return self._backward.group
+
+    @property
+    def unverified(self) -> int:
+        """Number of reduced backwards since replicas were compared; the same on all ranks."""
+        return self._backward.unverified
 
     def send_replica(self, message: Callable[[], Tensor | None]) -> None:
         """Sum the method's result over the ranks at the end of each backward, unless it is None."""
