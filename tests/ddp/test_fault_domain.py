@@ -18,9 +18,9 @@ from ddp.common import Trap, mlp
 from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.faults import resynchronization_round
-from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.faults.waiting import InFlight
 from gradwire.ddp.reducer.arrival import on_bucket_ready
 from gradwire.errors import (

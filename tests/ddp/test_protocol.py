@@ -15,8 +15,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from gradwire.ddp.faults import protocol as rules
-from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
-from gradwire.ddp.faults.protocol import Phase, missing, next_phase
+from gradwire.ddp.faults.protocol import (
+    TRANSITIONS,
+    BackwardState,
+    Event,
+    Phase,
+    after,
+    missing,
+    next_phase,
+)
 
 S, E = BackwardState, Event
 

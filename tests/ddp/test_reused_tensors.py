@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.ddp.buckets.own_tensors import OwnTensors
+from gradwire.ddp.buckets.lent import OwnTensors
 
 CHANGES = [
     lambda t: t.requires_grad_(),

@@ -28,8 +28,8 @@ from torch import nn
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
 from gradwire.ddp.faults import resynchronization_round, waiting
-from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,

@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.arguments import check_module, sparse_names
+from gradwire.ddp.arguments import ParameterCheck, check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer

@@ -16,10 +16,9 @@ from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
-from gradwire.ddp.buckets.in_place import InPlaceBucket
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
-from gradwire.ddp.buckets.sparse import SparseBucket
+from gradwire.ddp.buckets.unpacked import InPlaceBucket, SparseBucket
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 

@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions
 from gradwire.ddp.buckets.hook_state import Part, rekey
-from gradwire.ddp.buckets.sparse import SparseBucket
+from gradwire.ddp.buckets.unpacked import SparseBucket
 
 
 class BucketSet:

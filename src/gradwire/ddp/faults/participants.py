@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from gradwire.ddp.faults.backward_state import BackwardState
+from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.faults.waiting import InFlight
 
 

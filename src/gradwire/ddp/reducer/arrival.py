@@ -17,12 +17,11 @@ from torch import Tensor
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.buckets.bucket import Bucket
-from gradwire.ddp.faults.backward_state import BackwardState, Event
+from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.bypasses import has_new_hooks, rpc_context_error
 from gradwire.ddp.reducer.finalize import on_end
-from gradwire.ddp.reducer.in_backward import has_new_hooks
 from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_order
-from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.errors import NotSupportedError, ReductionError
 
 logger = logging.getLogger(__name__)

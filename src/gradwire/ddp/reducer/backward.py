@@ -16,14 +16,13 @@ from torch.distributed import ProcessGroup
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket_set import BucketSet
-from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.reducer.forwards import Forwards
-from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
+from gradwire.ddp.reducer.bypasses import detach_optimizer_hooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
-from gradwire.ddp.reducer.tally import Tally
+from gradwire.ddp.reducer.tally import Forwards, Tally
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
 from gradwire.errors import MismatchError, ReductionError

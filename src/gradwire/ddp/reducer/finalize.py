@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.faults.backward_state import BackwardState, Event
+from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
-from gradwire.ddp.reducer.in_backward import step_and_clear
+from gradwire.ddp.reducer.bypasses import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import (
     agree_on_scale,

@@ -15,7 +15,7 @@ from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
 from gradwire._engine_errors import is_transport
 from gradwire.ddp.buckets.bucket import Bucket
-from gradwire.ddp.buckets.sparse import SparseBucket
+from gradwire.ddp.buckets.unpacked import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.participants import Participant

@@ -23,16 +23,15 @@ from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
-from gradwire.ddp.faults.backward_state import BackwardState, Event
+from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.bypasses import has_new_hooks, rpc_context_error
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
-from gradwire.ddp.reducer.in_backward import has_new_hooks
+from gradwire.ddp.reducer.launch_order import check_over
 from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.rpc import rpc_context_error
-from gradwire.ddp.reducer.shadowed import check_over
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.usage import Usage, accumulation_node
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
