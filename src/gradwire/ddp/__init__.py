@@ -2,6 +2,7 @@
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.distributed_data_parallel import DistributedDataParallel
+from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.precision import MixedPrecision
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
@@ -13,6 +14,7 @@ __all__ = [
     "LoggingData",
     "MixedPrecision",
     "Reducer",
+    "ReducerOptions",
     "SyncBatchNorm",
     "broadcast_coalesced",
 ]

@@ -24,13 +24,14 @@ from gradwire.ddp.arguments import (
     resolve_device,
     resolve_group,
 )
-from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
+from gradwire.ddp.buckets.assignment import check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
+from gradwire.ddp.options import BucketLayout, ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
-from gradwire.ddp.reduced_module import Change, ReducerOptions
+from gradwire.ddp.reduced_module import Change
 
 
 class DistributedDataParallel(UnevenInputs):

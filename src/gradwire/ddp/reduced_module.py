@@ -7,7 +7,7 @@ parameter (see `hook_state`). A process group is pickled as its name, which all 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.arguments import ParameterCheck, check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_values
-from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
+from gradwire.ddp.buckets.assignment import BUCKET_BYTES, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
@@ -48,33 +49,6 @@ NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicas")
 SMALLEST_PIECE_BYTES = 1 << 20
 REPLICAS_CHECKED_EVERY = 100
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """Options of a module's reducers, see `Reducer`."""
-
-    caps: Sequence[int] | None
-    gradient_as_bucket_view: bool
-    find_unused_parameters: bool
-    static_graph: bool
-    skip_unused: bool
-    delayed: Sequence[str]
-    bucket_layout: BucketLayout | None
-    rebuild: bool | None
-    lazy: bool
-    manual_finalization: bool = False
-
-    def agreed(self) -> list[tuple[str, str]]:
-        """Return the options that determine the messages, in the format of `verify_same`."""
-        given = {
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "skip_all_reduce_unused_params": self.skip_unused,
-            "rebuild_buckets": self.rebuild,
-            "delay_all_reduce_named_params": sorted(self.delayed),
-        }
-        return [(name, f"an argument, {value!r}") for name, value in given.items()]
 
 
 class ReducedModule(nn.Module):
@@ -132,12 +106,8 @@ class ReducedModule(nn.Module):
             own = [(f"bucket {i}", ", ".join(names)) for i, names in buckets]
             verify_same(self._group, own, "bucket layouts", LAYOUT_REMEDY)
         self._parameter_check = ParameterCheck(self.module, named, self.parameters_to_ignore)
-        self.reducer = Reducer(
-            reduced,
-            self._group,
-            sparse=sparse_names(self.module),
-            **vars(self._reducer_options),
-        )
+        options = replace(self._reducer_options, sparse=sparse_names(self.module))
+        self.reducer = Reducer(reduced, self._group, options)
         self._replicas = Replicas(named, self.reducer)
         self._apply_hook()
         if before:

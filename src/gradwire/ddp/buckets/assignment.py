@@ -6,8 +6,7 @@ parameters become ready. `gradwire.buckets.plan_buckets` chooses the bucket size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
+from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.ddp.buckets.unpacked import InPlaceBucket, SparseBucket
+from gradwire.ddp.options import BucketLayout, ReducerOptions
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 
@@ -32,42 +32,39 @@ messages are not."""
 
 _NO_LIMIT = 1 << 62
 
-BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
-"""Function from named parameters to the names in each bucket, in launch order."""
 
-
-@dataclass
 class BucketAssigner:
     """Factory of a reducer's buckets.
 
-    Attributes:
-        caps: Size limits in bytes of the first bucket, the second, …; None for the defaults.
-        as_views: True if gradients are views of their bucket (gradient_as_bucket_view).
-        lazy: True if buckets have memory only during backward.
-        sparse: Indices of parameters with sparse gradients.
-        delayed: Indices of parameters that are reduced together, after all others.
+    Args:
+        named: Names and parameters of the reducer.
+        group: Process group.
+        options: Options of the reducer.
         extra_numel: Number of extra elements after the gradients of the first float32 or float64
             bucket. Unused with a hook.
+
+    Attributes:
         layout: Parameter indices of each bucket, if given. The order of readiness is then ignored.
         counts: For a static graph, the number of times that each parameter's gradient arrives in
             a backward. The default is 1.
         ownership: Ownership of the gradients' memory.
     """
 
-    names: Sequence[str]
-    parameters: Sequence[Parameter]
-    group: ProcessGroup
-    caps: Sequence[int] | None = None
-    as_views: bool = False
-    lazy: bool = False
-    sparse: Collection[int] = ()
-    delayed: Collection[int] = ()
-    extra_numel: int = 0
-    layout: Sequence[Sequence[int]] | None = None
-    counts: Mapping[int, int] = field(default_factory=dict)
-    ownership: Ownership = field(default_factory=Ownership)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        group: ProcessGroup,
+        options: ReducerOptions,
+        *,
+        extra_numel: int = 0,
+    ) -> None:
+        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
+        self.group, self.options, self._extra_numel = group, options, extra_numel
+        self._sparse = {i for i, name in enumerate(self.names) if name in options.sparse}
+        self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
+        self.layout: Sequence[Sequence[int]] | None = check_layout(options.bucket_layout, named)
+        self.counts: Mapping[int, int] = {}
+        self.ownership = Ownership()
         # The current strides are the same on all ranks: their models have just been compared.
         self._like = [_without_values(p) for p in self.parameters]
         # A tensor of one dimension has one layout. Each of the others takes 0.1 µs per step.
@@ -83,28 +80,30 @@ class BucketAssigner:
 
         Parameters that are not in `order` have no bucket.
         """
-        old_views = {i: self.parameters[i].grad for i in order} if self.as_views else {}
-        buckets: list[Bucket] = []
-        options = BucketOptions(
-            self.group, self.ownership, as_views=self.as_views, lazy=self.lazy, lend=self._on_cpu
+        old_views = (
+            {i: self.parameters[i].grad for i in order}
+            if self.options.gradient_as_bucket_view
+            else {}
         )
-        extra_numel = 0 if with_hook else self.extra_numel
+        buckets: list[Bucket] = []
+        context = BucketContext(self.group, self.ownership, self.options, lend=self._on_cpu)
+        extra_numel = 0 if with_hook else self._extra_numel
         scale = 1.0 if with_hook else 1.0 / self.group.size()
         carrier = self._carrier(order, with_hook=with_hook)
         for members in self._partition(order, with_hook=with_hook):
             packed = []
             for i in members:
-                if i in self.sparse:
-                    buckets.append(SparseBucket(self.member(i), scale, options))
+                if i in self._sparse:
+                    buckets.append(SparseBucket(self.member(i), scale, context))
                 elif i != carrier and self._travels_alone(i, with_hook=with_hook):
                     # Launched before the packed bucket, which may become ready later.
-                    buckets.append(InPlaceBucket(self.member(i), scale, options))
+                    buckets.append(InPlaceBucket(self.member(i), scale, context))
                 else:
                     packed.append(self.member(i))
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = extra_numel if exact else 0
-                buckets.append(PackedBucket(packed, scale, options, extra_numel=room))
+                buckets.append(PackedBucket(packed, scale, context, extra_numel=room))
                 extra_numel -= room
         for i, gradient in old_views.items():  # views of the previous buckets
             if gradient is not None:
@@ -118,13 +117,13 @@ class BucketAssigner:
             given = [[i for i in members if i in wanted] for members in self.layout]
             return [members for members in given if members]
         caps = self._caps(with_hook=with_hook)
-        soon = [i for i in order if i not in self.delayed]
-        late = [i for i in order if i in self.delayed]
+        soon = [i for i in order if i not in self._delayed]
+        late = [i for i in order if i in self._delayed]
         return [*self._plan(soon, caps), *self._plan(late, [_NO_LIMIT])]
 
     def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
         params = [self.parameters[i] for i in order]
-        alone = [i in self.sparse for i in range(len(self.parameters))] if self.sparse else ()
+        alone = [i in self._sparse for i in range(len(self.parameters))] if self._sparse else ()
         return plan_buckets(
             [p.nbytes for p in params],
             [p.dtype for p in params],
@@ -161,8 +160,8 @@ class BucketAssigner:
         return all(p.device.type == "cpu" for p in self.parameters)
 
     def _caps(self, *, with_hook: bool) -> Sequence[int]:
-        if self.caps is not None:
-            return self.caps
+        if self.options.caps is not None:
+            return self.options.caps
         if self._on_cpu and not with_hook:
             # No small first bucket: with two ranks on two cores and 200 small layers, exposed
             # communication was 0.6 of PyTorch's without it and 0.8 with it.
@@ -175,8 +174,8 @@ class BucketAssigner:
         Return None if no weights are used or another parameter is packed anyway.
         """
         exact = (torch.float32, torch.float64)
-        fit = [i for i in order if i not in self.sparse and self.parameters[i].dtype in exact]
-        if not self.extra_numel or not all(
+        fit = [i for i in order if i not in self._sparse and self.parameters[i].dtype in exact]
+        if not self._extra_numel or not all(
             self._travels_alone(i, with_hook=with_hook) for i in fit
         ):
             return None
@@ -188,7 +187,7 @@ class BucketAssigner:
         if with_hook or self.layout is not None or shares_memory(self.group):
             return False
         parameter = self.parameters[index]
-        fit = self.counts.get(index, 1) == 1 and index not in self.delayed
+        fit = self.counts.get(index, 1) == 1 and index not in self._delayed
         return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
 
 

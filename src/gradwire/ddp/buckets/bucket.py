@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket
 
@@ -42,22 +43,20 @@ class Member:
 
 
 @dataclass(frozen=True)
-class BucketOptions:
-    """Options that all buckets of a reducer share.
+class BucketContext:
+    """Group, ownership and options, which all buckets of a reducer share.
 
     Attributes:
         group: Process group that reduces. On shm, buffers lie in memory that its ranks share.
         ownership: Ownership of the gradients' memory.
-        as_views: True if gradients are views of their bucket's buffer (gradient_as_bucket_view).
-        lazy: True if buffers are allocated in each backward and released after it.
+        options: Options of the reducer.
         lend: True if small gradients may accumulate directly in the buffer: all parameters are on
             the CPU, so a single thread runs autograd's operations on their gradients.
     """
 
     group: ProcessGroup
     ownership: Ownership
-    as_views: bool = False
-    lazy: bool = False
+    options: ReducerOptions
     lend: bool = False
 
 
@@ -88,13 +87,13 @@ class Bucket(ABC):
         *,
         scale: float,
         early: Collection[int],
-        options: BucketOptions,
+        context: BucketContext,
     ) -> None:
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
         self.parameters = [m.parameter for m in members]
         self.like = [m.like for m in members]
-        self._scale, self._ownership = scale, options.ownership
+        self._scale, self._ownership = scale, context.ownership
         self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions
+from gradwire.ddp.buckets.bucket import Bucket, BucketContext
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.unpacked import SparseBucket
 
@@ -68,10 +68,11 @@ class BucketSet:
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
         # A parameter in no bucket gets a bucket that expects no gradient and is never launched.
         # Sparse buckets allocate no memory.
-        options = BucketOptions(self._assigner.group, self._assigner.ownership)
+        assigner = self._assigner
+        context = BucketContext(assigner.group, assigner.ownership, assigner.options)
         count = len(self._assigner.parameters)
         self.of = [
-            SparseBucket(self._assigner.member(i, count=0), 1.0, options) for i in range(count)
+            SparseBucket(self._assigner.member(i, count=0), 1.0, context) for i in range(count)
         ]
         for bucket in self._buckets:
             for i in bucket.members:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.buckets import views
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
+from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.lent import LentGradients
 from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
 from gradwire.shm import empty
@@ -36,23 +36,20 @@ class PackedBucket(Bucket):
         members: Parameters of one dtype and device. With a scale, large ones are moved to the
             front, so that one call scales the others.
         scale: Factor by which gradients are multiplied when they are copied in.
-        options: Options that all buckets of the reducer share.
+        context: Group, ownership and options of the reducer.
         extra_numel: Number of extra elements after the gradients.
     """
 
     def __init__(
-        self, members: Sequence[Member], scale: float, options: BucketOptions, *, extra_numel: int
+        self, members: Sequence[Member], scale: float, context: BucketContext, *, extra_numel: int
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
         # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
         plain = all(type(m.parameter) is Parameter for m in members)
-        self._as_views, self._group, self._lazy = (
-            options.as_views and plain,
-            options.group,
-            options.lazy,
-        )
+        self._as_views = context.options.gradient_as_bucket_view and plain
+        self._group, self._lazy = context.group, context.options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # empty without a buffer
         large = [i for i, m in enumerate(members) if sizes[m.index] >= AT_ONCE_BYTES]
@@ -62,11 +59,10 @@ class PackedBucket(Bucket):
         self._place = {members[i].index: i for i in large}
         self._late = [i for i in range(len(members)) if members[i].index not in self._place]
         self._small_together = scale != 1.0 or not large
-        self._lent = LentGradients(
-            [m.parameter for m in members], self._late if options.lend and not options.lazy else ()
-        )
-        super().__init__(members, scale=scale, early=self._place.keys(), options=options)
-        if not options.lazy:
+        lends = context.lend and not self._lazy
+        self._lent = LentGradients([m.parameter for m in members], self._late if lends else ())
+        super().__init__(members, scale=scale, early=self._place.keys(), context=context)
+        if not self._lazy:
             self._allocate()
 
     def _allocate(self) -> None:

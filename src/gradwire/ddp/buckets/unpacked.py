@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.buckets import memory_strides, views
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
+from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.ownership import is_conj_or_neg
 from gradwire.errors import ReductionError
 
@@ -21,8 +21,8 @@ class InPlaceBucket(Bucket):
     strides differ from the parameter's.
     """
 
-    def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
-        super().__init__([member], scale=scale, early=(member.index,), options=options)
+    def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
+        super().__init__([member], scale=scale, early=(member.index,), context=context)
         self._strides = memory_strides(member.like)
 
     def reset(self) -> None:
@@ -110,8 +110,8 @@ class SparseBucket(Bucket):
     embedding's weight is also used elsewhere, takes part with all entries.
     """
 
-    def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
-        super().__init__([member], scale=scale, early=(), options=options)
+    def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
+        super().__init__([member], scale=scale, early=(), context=context)
 
     def copy_in(self) -> None:
         member, gradient = self.members[0], self.parameters[0].grad

@@ -85,7 +85,8 @@ class Backward:
         self.arrivals: list[int] | None = []
         self.to_rebuild = False
         self.had_undefined = self.takes_part = False
-        self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
+        self.manual, self.rebuild = assigner.options.manual_finalization, assigner.options.rebuilds
+        self.skip_unused = self.has_rebuilt = False
         self.shadowed = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None

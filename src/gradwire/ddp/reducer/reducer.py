@@ -9,7 +9,7 @@ reducer waits for the buckets in that order and writes the results to the gradie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch.nn import Parameter
 
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
+from gradwire.ddp.buckets.assignment import BucketAssigner, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
@@ -50,27 +51,8 @@ class Reducer:
     Args:
         parameters: Names and parameters that require a gradient; the same on every rank.
         group: Process group.
-        caps: Size limits in bytes of the first bucket, the second, …; the last one repeats. None
-            for 25 MiB, after a first bucket of 1 MiB that starts communication early. On the CPU,
-            one more message costs more than an early start gains, so the small first bucket is
-            used only if a hook is registered.
-        gradient_as_bucket_view: If True, gradients are views of their bucket. This saves memory
-            and a copy; `detach_()` on them is then an error.
-        find_unused_parameters: If True, a backward may leave out parameters, on some ranks or on
-            all.
-        static_graph: If True, every backward uses the same parameters, equally often, as the first.
-        skip_unused: If True, nothing is sent for unused buckets, which must be unused on every
-            rank.
-        sparse: Names of the parameters whose gradients are sparse.
-        delayed: Names of parameters that are sent together, after all others.
-        bucket_layout: Function from the parameters to the names in each bucket, in launch order;
-            the same on every rank. Caps are then ignored, and buckets are not rebuilt.
-        lazy: If True, a bucket's memory is allocated when its first gradient arrives, and released
-            after the backward unless gradients are stored in it.
-        manual_finalization: If True, `finalize` ends a backward.
-        rebuild: If True, buckets are reassigned after the first backward, in the order in which
-            gradients became ready on rank 0. None for True with `static_graph` or without
-            `find_unused_parameters`, where every backward uses the same parameters.
+        options: Options.
+        given: Fields of `ReducerOptions`, such as `caps`, instead of `options`.
 
     Raises:
         ArgumentError: There are no parameters, caps are not positive, or the layout does not fit.
@@ -94,45 +76,21 @@ class Reducer:
         self,
         parameters: Sequence[tuple[str, Parameter]],
         group: ProcessGroup,
-        *,
-        caps: Sequence[int] | None = None,
-        gradient_as_bucket_view: bool = False,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        skip_unused: bool = False,
-        sparse: Collection[str] = (),
-        delayed: Collection[str] = (),
-        bucket_layout: BucketLayout | None = None,
-        lazy: bool = False,
-        manual_finalization: bool = False,
-        rebuild: bool | None = None,
+        options: ReducerOptions | None = None,
+        **given: Any,
     ) -> None:
         check_group(group)
         if not parameters:
             raise ArgumentError("parameters is empty: there is nothing to reduce")
+        options = ReducerOptions(**given) if options is None else options
         self._named = list(parameters)
-        names = [name for name, _ in parameters]
-        assigner = BucketAssigner(
-            names,
-            [p for _, p in parameters],
-            group,
-            caps=None if caps is None else list(caps),
-            as_views=gradient_as_bucket_view,
-            lazy=lazy,
-            sparse={i for i, name in enumerate(names) if name in sparse},
-            delayed={i for i, name in enumerate(names) if name in delayed},
-            layout=check_layout(bucket_layout, parameters),
-            # with skip_unused, the bucket that carries them may be skipped
-            extra_numel=0 if skip_unused else len(Tally._fields),
-        )
+        self._skip_unused = options.skip_unused
+        # with skip_unused, the bucket that carries them may be skipped
+        extra_numel = 0 if options.skip_unused else len(Tally._fields)
+        assigner = BucketAssigner(self._named, group, options, extra_numel=extra_numel)
         # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
-        own = assigner.parameters
-        usage = Usage(own, nodes, find_unused=find_unused_parameters, static=static_graph)
-        self._skip_unused = skip_unused
-        self._backward = Backward(assigner, usage)
-        self._backward.manual = manual_finalization
-        self._backward.rebuild = not usage.find_unused if rebuild is None else rebuild
+        self._backward = Backward(assigner, Usage(assigner.parameters, nodes, options))
         self._remove_hooks = self._register_hooks(nodes)
 
     def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:

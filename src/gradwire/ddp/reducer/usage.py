@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire.ddp.options import ReducerOptions
+
 
 def accumulation_node(parameter: Tensor) -> Any:
     """Return the node of autograd that accumulates a parameter's gradient.
@@ -30,10 +32,11 @@ class Usage:
     Args:
         parameters: Parameters of the reducer.
         nodes: Nodes that accumulate the parameters' gradients.
-        find_unused: If True, unused parameters are determined in each backward.
-        static: If True, they are determined in the first backward only.
+        options: Options of the reducer.
 
     Attributes:
+        static: True if unused parameters are determined in the first backward only.
+        find_unused: True if they are determined in each backward.
         nodes: Nodes that accumulate the parameters' gradients.
         touched: Parameters that got a gradient since the last reduction, including in `no_sync`.
         counts: Number of arrivals of each gradient, in a static graph from its first backward on.
@@ -41,15 +44,11 @@ class Usage:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        nodes: Sequence[Any],
-        *,
-        find_unused: bool,
-        static: bool,
+        self, parameters: Sequence[Parameter], nodes: Sequence[Any], options: ReducerOptions
     ) -> None:
         self._count, self.nodes, self._parameters = len(nodes), nodes, parameters
-        self.find_unused, self.static = find_unused and not static, static
+        self.static = options.static_graph
+        self.find_unused = options.find_unused_parameters and not self.static
         self.touched: set[int] = set()
         self.counts: dict[int, int] = {}
         self.unused: frozenset[int] = frozenset()
