@@ -74,7 +74,7 @@ class Bucket(ABC):
         scale: Factor by which gradients are multiplied before the reduction.
         flat: Flat tensor that is reduced; valid from `copy_in` to `copy_out`.
         extra_numel: Number of extra elements of `flat` after the gradients.
-        extra: Those elements.
+        extra: View of the extra elements.
     """
 
     flat: Tensor

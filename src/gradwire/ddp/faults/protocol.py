@@ -47,6 +47,17 @@ class BackwardState(Enum):
 
     __hash__ = object.__hash__  # Enum.__hash__ takes ten times as long, in every transition
 
+    @property
+    def unfinished(self) -> bool:
+        """True if a backward has begun, and its gradients are not all reduced."""
+        kind = BackwardState
+        return self not in (kind.LOCAL, kind.EXPECTED, kind.REDUCED, kind.FINALIZED)
+
+    @property
+    def interrupted(self) -> bool:
+        """True if an exception ended the backward, and ranks are not resynchronized yet."""
+        return self in (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
+
 
 class Event(Enum):
     """Event that changes the state of a backward."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.buckets.bucket import Bucket
-from gradwire.ddp.faults.protocol import BackwardState, Event
+from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.reducer.backward import Backward
-from gradwire.ddp.reducer.bypasses import has_new_hooks, rpc_context_error
+from gradwire.ddp.reducer.bypasses import rpc_context_error
 from gradwire.ddp.reducer.finalize import on_end
 from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_order
 from gradwire.errors import NotSupportedError, ReductionError
@@ -42,11 +42,11 @@ def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> 
         return
     backward.forwards.reach(forward)
     state = backward.state
-    if backward.running and not backward.has_turn:
+    if backward.running and not backward.turn.taken:
         backward.take_turn()
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
-    if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
+    if state is BackwardState.REDUCED and backward.must_rebuild:
         if not backward.usage.reaches_parameters():
             return  # torch.autograd.grad sends nothing: perhaps only this rank calls it
         with torch.no_grad():
@@ -102,8 +102,8 @@ def on_gradient(
     # would add one
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
-    if not running and (state is not EXPECTED or backward.local) and state is not SHORT:
-        if backward.prepare_late is None or backward.local or incoming[0] is None:
+    if not running and (state is not EXPECTED or backward.local.running) and state is not SHORT:
+        if backward.prepare_late is None or backward.local.running or incoming[0] is None:
             _on_local_gradient(backward, index, incoming)
             return
         _prepare_late(backward)
@@ -112,8 +112,8 @@ def on_gradient(
         return
     if not running:
         _begin_outside(backward, index, incoming[0])
-    if backward.arrivals is not None:
-        backward.arrivals.append(index)
+    if (arrivals := backward.order.arrivals) is not None:
+        arrivals.append(index)
     bucket = backward.buckets.of[index]
     bucket.ready.append(index)
     if index in bucket.early:
@@ -133,8 +133,7 @@ def _on_local_gradient(backward: Backward, index: int, incoming: tuple[Any, ...]
     """
     if incoming[0] is not None:
         assigner = backward.assigner
-        if backward.local:
-            backward.came_local.append(index)
+        backward.local.note(index)
         backward.usage.touched.add(index)
         assigner.ownership.make_private(index, assigner.parameters[index], incoming)
 
@@ -144,8 +143,7 @@ def _on_undefined(backward: Backward, index: int) -> None:
     """Handle an undefined gradient: the parameter's node ran, but received None."""
     if not backward.running:
         _begin(backward, index)
-    if backward.arrivals is not None:
-        backward.arrivals.append(index)
+    backward.order.note(index)
     backward.had_undefined = True
     bucket = backward.buckets.of[index]
     bucket.mark_unused([index])
@@ -187,22 +185,8 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         if backward.running:
             return
         _check_may_begin(backward)
-        if has_new_hooks():  # registered after the forward
-            backward.detach_optimizers()
-        if backward.state is BackwardState.REDUCED:
-            backward.step += 1
-            backward.transition(Event.BEGIN_AGAIN)
-            backward.prepare_buckets()
-        else:
-            backward.transition(Event.BEGIN)
-        backward.assigner.ownership.begin(backward.parameters, index, incoming)
-        backward.has_turn = False
-        if index is None or not backward.usage.find_unused or not backward.others():
-            backward.take_turn()
-        backward.runs += 1
-        backward.task = torch._C._current_graph_task_id()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(_EndOfBackward(backward, backward.runs))
+        run = backward.begin(index, incoming)
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward, run))
     backward.timer.compute_start = backward.timer.compute_start or perf_counter_ns()
     if torch.is_grad_enabled():
         backward.buckets.defer(with_graph=True)
@@ -210,8 +194,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         _mark_unused(backward, at_output=index is None)
     backward.buckets.lend()
     # gradients of a forward under `no_sync` in the same loss, which arrived first
-    came, backward.came_local = backward.came_local, []
-    for i in came:
+    for i in backward.local.take():
         on_gradient(weakref.ref(backward), i, None, (backward.parameters[i].grad,))
 
 
@@ -276,11 +259,10 @@ class _LocalBackward:
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
-        backward.local += 1
+        backward.local.begin()
 
     def __call__(self) -> None:
         """Do nothing: autograd then drops this object, as it does after an exception."""
 
     def __del__(self) -> None:
-        self._backward.local -= 1
-        self._backward.came_local.clear()
+        self._backward.local.end()

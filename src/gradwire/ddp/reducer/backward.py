@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,13 +20,14 @@ from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.reducer.bypasses import detach_optimizer_hooks
+from gradwire.ddp.reducer.bookkeeping import ArrivalOrder, LocalBackwards, ReplicaSums, Turn
+from gradwire.ddp.reducer.bypasses import detach_optimizer_hooks, has_new_hooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.tally import Forwards, Tally
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
-from gradwire.errors import MismatchError, ReductionError
+from gradwire.errors import ReductionError
 
 
 class Backward:
@@ -45,32 +47,22 @@ class Backward:
         step: Number of backwards prepared on this rank.
         runs: Number of backwards that have begun. Identifies the callback of an earlier one.
         task: Autograd's id of the running backward.
-        has_turn: True if its position among the reducers that share the running backward is known.
-        predecessors: Reducers of the group that precede it in the same backward: their buckets are
-            sent first.
+        turn: Position among the group's reducers that share the running backward.
         parked: True from its end in autograd until all reducers of other groups that share the
             backward have reached theirs.
-        arrivals: Indices of parameters in the order in which their gradients arrive in this
-            backward; None once buckets are final.
-        to_rebuild: True from the end of the first reduced backward until buckets are final.
+        order: Order in which gradients arrive, until buckets are final.
         had_undefined: True if autograd passed None instead of a parameter's gradient.
         takes_part: True if the backward counts as this rank's even if no parameter gets a gradient.
         ranks: Number of ranks that gradients are divided by.
         skip_unused: True if unused buckets are skipped.
-        rebuild: True if buckets are reassigned after the first backward.
-        has_rebuilt: True if they have been reassigned.
         manual: True if `finalize_manually` ends a backward, False if it ends by itself.
-        unused_here: Names of the parameters unused on this rank in the last backward.
         weights: Weights of the gradients.
         reword: Converts an unexpected-gradient error into the one raised on all ranks.
         shadowed: True if a rank takes part by `shadow`, and waits for one backward.
-        local: Number of running backwards of forwards under `no_sync`, while another backward is
-            expected.
-        came_local: Parameters that got a gradient in those.
+        local: Running backwards of forwards under `no_sync`, while another one is expected.
         optimized: Parameters whose optimizers step during backward.
         forwards: Counts of forwards whose backward is reduced, and of those that had none.
-        unverified: Number of backwards reduced since replicas were compared; the same on all ranks.
-        replica: Method that returns the message to compare replicas, or None if it is not due.
+        replicas: Sums of what is sent to compare replicas.
         prepare_late: Prepares the backward of a forward that ran in a transform of `torch.func`.
             The result of a transform may have a backward or not.
     """
@@ -80,20 +72,15 @@ class Backward:
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
-        self.task, self.has_turn, self.parked = -1, True, False
-        self.predecessors: set[Backward] = set()
-        self.arrivals: list[int] | None = []
-        self.to_rebuild = False
+        self.task, self.parked = -1, False
+        self.turn: Turn[Backward] = Turn()
+        self.order = ArrivalOrder(rebuild=assigner.options.rebuilds)
         self.had_undefined = self.takes_part = False
-        self.manual, self.rebuild = assigner.options.manual_finalization, assigner.options.rebuilds
-        self.skip_unused = self.has_rebuilt = False
-        self.shadowed = False
-        self.unused_here: tuple[str, ...] = ()
+        self.manual = assigner.options.manual_finalization
+        self.skip_unused = self.shadowed = False
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.forwards = Forwards()
-        self.unverified = 0
-        self.replica: weakref.WeakMethod[Callable[[], Tensor | None]] | None = None
-        self.local, self.came_local = 0, list[int]()
+        self.replicas, self.local = ReplicaSums(), LocalBackwards()
         self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.detach_optimizers()
@@ -122,21 +109,6 @@ class Backward:
         return self.state in (BackwardState.RUNNING, BackwardState.RUNNING_AGAIN)
 
     @property
-    def unfinished(self) -> bool:
-        """True if a backward has begun, and its gradients are not all reduced."""
-        return self.state not in (
-            BackwardState.LOCAL,
-            BackwardState.EXPECTED,
-            BackwardState.REDUCED,
-            BackwardState.FINALIZED,
-        )
-
-    @property
-    def interrupted(self) -> bool:
-        """True if an exception ended it on this rank, and ranks are not resynchronized yet."""
-        return self.state in (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
-
-    @property
     def awaits_finalization(self) -> bool:
         """True if a backward has ended that the caller has not finalized yet."""
         return self.manual and self.state in (BackwardState.AWAITING, BackwardState.COMMITTING)
@@ -146,6 +118,11 @@ class Backward:
         """True if the backward has reached none of the parameters so far."""
         return self.buckets.untouched and not (self.had_undefined or self.takes_part)
 
+    @property
+    def must_rebuild(self) -> bool:
+        """True before the second backward of a static graph, which begins with other buckets."""
+        return self.usage.static and self.order.arrivals is not None
+
     def transition(self, event: Event) -> None:
         """Change to the state that follows an event."""
         self.state = after(self.state, event)
@@ -153,10 +130,6 @@ class Backward:
     def others(self) -> Sequence[Backward]:
         """Return the backwards of the group's other reducers."""
         return self.domain.participants.others(self)
-
-    def elsewhere(self) -> Sequence[Backward]:
-        """Return the backwards of reducers of this process's other groups."""
-        return self.domain.elsewhere()
 
     def sharing(self) -> list[Backward]:
         """Return the backwards of other groups that run in the same backward of autograd."""
@@ -169,8 +142,10 @@ class Backward:
 
     # -- preparation -----------------------------------------------------------------------
 
-    def prepare_for_backward(self, ranks: int | None) -> None:
-        """Expect the backward of a forward; for `ranks`, see `prepare_buckets`."""
+    def prepare_for_backward(self, ranks: int, *, uneven: bool, shadowed: bool) -> None:
+        """Expect the backward of a forward; see `Reducer.prepare`."""
+        self.skip_unused = self.assigner.options.skip_unused and not uneven
+        self.shadowed = shadowed
         self.step += 1
         self.prepare_late = None
         self.timer.start()
@@ -188,30 +163,55 @@ class Backward:
             for bucket in self.buckets:
                 bucket.scale *= ratio
 
+    def begin(self, index: int | None, incoming: Tensor | None) -> int:
+        """Change to a running backward, and return its number.
+
+        Args:
+            index: Parameter whose gradient began it; None if an output did.
+            incoming: That gradient.
+        """
+        if has_new_hooks():  # registered after the forward
+            self.detach_optimizers()
+        if self.state is BackwardState.REDUCED:
+            self.step += 1
+            self.transition(Event.BEGIN_AGAIN)
+            self.prepare_buckets()
+        else:
+            self.transition(Event.BEGIN)
+        self.assigner.ownership.begin(self.parameters, index, incoming)
+        self.turn.wait()
+        if index is None or not self.usage.find_unused or not self.others():
+            self.take_turn()
+        self.task = torch._C._current_graph_task_id()
+        self.runs += 1
+        return self.runs
+
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets in this order of readiness until a backward provides a better one."""
-        self.arrivals, self.to_rebuild = [], False
-        self.launcher.forget()
+        self.order.start_over()
+        self.launcher.forget_order()
+        self.replicas.clear()
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
 
     def rebuild_once(self) -> None:
-        """Make buckets final after the first reduced backward, in its order if `rebuild` is set."""
-        if not self.to_rebuild:
+        """Make buckets final after the first reduced backward, in its order unless that is off."""
+        order = self.order
+        if not order.complete:
             return
-        self.has_rebuilt = self.rebuild
-        if self.rebuild:
+        order.rebuilt = order.rebuild
+        if order.rebuild:
             self._make_for_good(self.launcher.receive_order())
             self.domain.raise_deferred()  # an error reported during the broadcast
         elif self.usage.static:
             self._make_for_good(self.assigner.first_order())  # without the unused parameters
         else:
-            self.arrivals, self.to_rebuild = None, False
+            order.settle()
 
     def _make_for_good(self, order: Sequence[int]) -> None:
         self._clear()
-        self.arrivals, self.to_rebuild = None, False
+        self.order.settle()
         self.launcher.forget_order()
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in order if i not in never])
@@ -229,44 +229,31 @@ class Backward:
         another.
         """
         with self.domain.lock:
-            self.has_turn = True
-            self.predecessors |= {b for b in self.others() if b.running and b.has_turn}
+            self.turn.take(b for b in self.others() if b.running and b.turn.taken)
 
     def give_turn_up(self) -> None:
         """Let no other reducer wait for this one, which sends nothing more in this backward."""
-        self.predecessors.clear()
+        self.turn.predecessors.clear()
         for other in self.others():
-            other.predecessors.discard(self)
+            other.turn.predecessors.discard(self)
 
     # -- end -------------------------------------------------------------------------------
 
     def sending_last(self) -> None:
         """Record that the backward's last message is about to be sent."""
-        self.end = self.domain.position() + 1
+        self._send_last(self.domain.position() + 1)
+
+    def sent_last(self) -> None:
+        """Record that the last message of the backward has been sent."""
+        self._send_last(self.domain.position())
+
+    def _send_last(self, end: int) -> None:
+        self.end = end
         self.transition(Event.SEND_LAST)
 
     def tally(self) -> Tally:
         """Return this rank's summands in this backward: weights and counts of forwards."""
         return self.weights.tally(*self.forwards.count())
-
-    def check_in_step(self, sums: Tally) -> None:
-        """Raise on every rank if the ranks' gradients belong to different steps.
-
-        Raises:
-            MismatchError: Ranks skipped different numbers of backwards; lists the numbers.
-        """
-        if sums.in_step:
-            return
-        counts = self.domain.exchange("skipped forwards", self.forwards.count()[0])
-        held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
-        self.domain.fail(
-            MismatchError(
-                "gradients of different steps meet: ranks have called forward, and then not "
-                f"backward, different numbers of times: {held or 'not known'}. Call backward after "
-                "each forward on every rank, or leave a batch out on all ranks (skip_if_any); call "
-                "a forward that has no backward under torch.no_grad() or no_sync()"
-            )
-        )
 
     def commit(self, used: Sequence[int], *, joined: bool = False) -> None:
         """Record that the gradients hold the reduced values.
@@ -276,25 +263,15 @@ class Backward:
             joined: True if this rank took part by `shadow`.
         """
         self.domain.committed(self.end)
-        if self.arrivals is not None and not self.to_rebuild:
-            self.to_rebuild = True
-            if self.rebuild:
-                # sent now: all ranks end the reducers of a backward in one order, while their next
-                # forwards may run in different orders, where ranks would wait in a circle.
-                # Parameters left out of the backward come last, in the first order
-                order = dict.fromkeys([*self.arrivals, *self.assigner.first_order()])
-                self.launcher.start_order([*order])
+        if self.order.finish() and self.order.rebuild:
+            # sent now: all ranks end the reducers of a backward in one order, while their next
+            # forwards may run in different orders, where ranks would wait in a circle
+            self.launcher.start_order(self.order.with_others(self.assigner.first_order()))
         if self.usage.recording:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
-        # replicas are compared while ranks are together: forwards may differ in number
-        own = None if self.replica is None else self.replica()
-        left = joined or self.shadowed  # who has run out of input has old parameters
-        if own is not None and not left and (message := own()) is not None:
-            self.launcher.start_digests(message)
-            self.unverified = 0
-        self.unverified += 1
+        self.replicas.send(self.launcher, joined=joined or self.shadowed)
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()
@@ -361,7 +338,7 @@ class Backward:
     def reset(self) -> None:
         """Discard the running backward."""
         # gradients accumulated after an exception on this rank belong to the next backward
-        if self.unfinished and not self.interrupted:
+        if self.state.unfinished and not self.state.interrupted:
             self._give_up_gradients()
         self.transition(Event.RESET)
         self._clear()
@@ -377,7 +354,7 @@ class Backward:
         self.shadowed = False  # the waiting rank has raised an error
         self.usage.forget()
         self.forwards.clear()
-        self.unverified = 0
+        self.replicas.backwards = 0
         self.reassign_buckets(self.assigner.first_order())
 
     def _clear(self) -> None:
@@ -387,6 +364,5 @@ class Backward:
         self.launcher.scale = None
         self.assigner.ownership.clear()
         self.give_turn_up()
-        if self.arrivals is not None:
-            self.arrivals.clear()
+        self.order.clear()
         self.buckets.reset()

@@ -25,7 +25,7 @@ from gradwire.ddp.reducer.launch_order import (
 )
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
-from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
+from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 from gradwire.recorder import ring
 
 logger = logging.getLogger(__name__)
@@ -111,9 +111,9 @@ def _end(backward: Backward) -> None:
     backward.timer.compute_end = perf_counter_ns()
     with torch.no_grad():
         _mark_missing(backward)
-        if not backward.has_turn:
+        if not backward.turn.taken:
             backward.take_turn()
-        if not backward.predecessors:
+        if not backward.turn.predecessors:
             _launch_others(backward)
             launch_in_order(backward, final=True)
         if not all_launched(backward):
@@ -161,9 +161,9 @@ def finalize_manually(backward: Backward) -> None:
             "finalize_backward() once"
         )
     with torch.no_grad():
-        if running and not backward.has_turn:
+        if running and not backward.turn.taken:
             backward.take_turn()
-        if running and not backward.predecessors:
+        if running and not backward.turn.predecessors:
             launch_in_order(backward, final=True)
         if not all_launched(backward):
             _check_converted(backward)
@@ -188,7 +188,7 @@ def finalize_manually(backward: Backward) -> None:
 def _finalize_others(backward: Backward) -> None:
     """End the reducers that reached the end of backward before this one, and waited for it."""
     for other in backward.others():
-        waited = other.state is BackwardState.SHORT and not other.predecessors
+        waited = other.state is BackwardState.SHORT and not other.turn.predecessors
         if waited and not other.buckets.missing():
             other.transition(Event.BEGIN)  # `on_end` ends running backwards only
             on_end(other, other.runs)
@@ -209,10 +209,10 @@ def finalize_backward(backward: Backward) -> None:
     backward.assigner.lay_as_parameters()
     step_and_clear(backward.optimized)
     backward.timer.sent = sum(launched.sent for launched in backward.launcher.launched)
-    backward.unused_here = tuple(backward.names[i] for i in sorted(unused))
-    if unused:
-        logger.debug("step %d: unused here: %s", backward.step, backward.unused_here)
     timer = backward.timer
+    timer.unused_here = tuple(backward.names[i] for i in sorted(unused))
+    if unused:
+        logger.debug("step %d: unused here: %s", backward.step, timer.unused_here)
     timer.comm_end = perf_counter_ns()
     times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
     ring.add_step(backward.step, *times)
@@ -259,8 +259,7 @@ def _receive(
         asked = launcher.start_sum(usage.flags(used))
     if launcher.hook is None and backward.state is not BackwardState.COMMITTING:
         # the last bucket was sparse, or skipped: its messages have been sent
-        backward.end = backward.domain.position()
-        backward.transition(Event.SEND_LAST)
+        backward.sent_last()
     if asked is not None:
         flags, work = asked
         launcher.wait_small(work)
@@ -273,11 +272,31 @@ def _receive(
     if launcher.hook is not None:
         backward.sending_last()
         sums = launcher.vote(backward.tally() if own is None else own)
-        backward.check_in_step(sums)
+        _check_in_step(backward, sums)
         if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
         return results, backward.weights.factor(sums, backward.ranks)
     return results, _factor_from_bucket(backward)
+
+
+def _check_in_step(backward: Backward, sums: Tally) -> None:
+    """Raise on every rank if the ranks' gradients belong to different steps.
+
+    Raises:
+        MismatchError: Ranks skipped different numbers of backwards; lists the numbers.
+    """
+    if sums.in_step:
+        return
+    counts = backward.domain.exchange("skipped forwards", backward.forwards.count()[0])
+    held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
+    backward.domain.fail(
+        MismatchError(
+            "gradients of different steps meet: ranks have called forward, and then not "
+            f"backward, different numbers of times: {held or 'not known'}. Call backward after "
+            "each forward on every rank, or leave a batch out on all ranks (skip_if_any); call "
+            "a forward that has no backward under torch.no_grad() or no_sync()"
+        )
+    )
 
 
 def _factor_from_bucket(backward: Backward) -> float | None:
@@ -292,7 +311,7 @@ def _factor_from_bucket(backward: Backward) -> float | None:
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
     sums = Tally.read(weights_bucket.extra)
-    backward.check_in_step(sums)
+    _check_in_step(backward, sums)
     return backward.weights.factor(sums, backward.ranks)
 
 

@@ -75,7 +75,6 @@ class Launcher:
         self._owner = weakref.ref(owner)  # the owner holds a reference to its launcher
         self._options = AllreduceOptions()
         self._order: tuple[Tensor, Work] | None = None
-        self._digests: tuple[Tensor, Work] | None = None
         self.launched: list[Launched] = []
         self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
@@ -212,23 +211,6 @@ class Launcher:
         if self._group.rank() != 0:
             self.wait_small(work)
         return theirs.tolist()
-
-    def start_digests(self, own: Tensor) -> None:
-        """Begin to add up what ranks send to compare their replicas."""
-        self._digests = self.start_sum(own)
-
-    def receive_digests(self) -> Tensor | None:
-        """Return the sum that `start_digests` has begun, once; None: it has not."""
-        if self._digests is None:
-            return None
-        sums, work = self._digests
-        self.wait_small(work)
-        self._digests = None
-        return sums
-
-    def forget(self) -> None:
-        """Forget what is in flight between two backwards."""
-        self._order = self._digests = None
 
     def forget_order(self) -> None:
         """Forget the order, since new buckets are made."""

@@ -45,12 +45,13 @@ def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> 
         ended: If True, backward has ended, so that this may wait for other ranks.
     """
     ended = ended or final
-    if not backward.has_turn or any(not has_only_last_left(b) for b in backward.predecessors):
+    turn = backward.turn
+    if not turn.taken or any(not has_only_last_left(b) for b in turn.predecessors):
         return
     _launch_ready(backward, final=final, ended=ended)
     if not final and has_only_last_left(backward):
         for other in backward.others():
-            if backward in other.predecessors:  # may have waited for this one alone
+            if backward in other.turn.predecessors:  # may have waited for this one alone
                 launch_in_order(other, final=False, ended=ended)
 
 
@@ -139,7 +140,7 @@ def _waits(backward: Backward, bucket: Bucket) -> bool:
 
 def _may_share(backward: Backward) -> bool:
     """Return True if reducers of other groups may take part in the running backward."""
-    return any(b.running or b.state is BackwardState.EXPECTED for b in backward.elsewhere())
+    return any(b.running or b.state is BackwardState.EXPECTED for b in backward.domain.elsewhere())
 
 
 def _in_range(what: str, function: Callable[[Bucket], None], bucket: Bucket) -> None:

@@ -64,6 +64,7 @@ class StepTimer:
     Attributes:
         sent: Number of buckets that had anything to send.
         waits: Time that the end of the backward waited for each bucket.
+        unused_here: Names of the parameters unused on this rank.
     """
 
     forward_start: int = 0
@@ -73,6 +74,7 @@ class StepTimer:
     comm_end: int = 0
     sent: int = 0
     waits: list[int] = field(default_factory=list)
+    unused_here: tuple[str, ...] = ()
 
     def start(self) -> None:
         """Record the start of a forward."""

@@ -84,7 +84,6 @@ class Reducer:
             raise ArgumentError("parameters is empty: there is nothing to reduce")
         options = ReducerOptions(**given) if options is None else options
         self._named = list(parameters)
-        self._skip_unused = options.skip_unused
         # with skip_unused, the bucket that carries them may be skipped
         extra_numel = 0 if options.skip_unused else len(Tally._fields)
         assigner = BucketAssigner(self._named, group, options, extra_numel=extra_numel)
@@ -146,7 +145,7 @@ class Reducer:
     @property
     def rebuilt(self) -> bool:
         """True if buckets are final and follow the order of a backward."""
-        return self._backward.has_rebuilt and self._backward.arrivals is None
+        return self._backward.order.rebuilt and self._backward.order.arrivals is None
 
     @property
     def layout(self) -> list[list[Part]]:
@@ -197,8 +196,8 @@ class Reducer:
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
             self.register_comm_hook(None, None)
         backward.rebuild_once()
-        backward.skip_unused, backward.shadowed = self._skip_unused and not uneven, shadowed
-        backward.prepare_for_backward(ranks or backward.assigner.group.size())
+        ranks = ranks or backward.group.size()
+        backward.prepare_for_backward(ranks, uneven=uneven, shadowed=shadowed)
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
@@ -222,15 +221,15 @@ class Reducer:
     @property
     def unverified(self) -> int:
         """Number of reduced backwards since replicas were compared; the same on all ranks."""
-        return self._backward.unverified
+        return self._backward.replicas.backwards
 
     def send_replica(self, message: Callable[[], Tensor | None]) -> None:
         """Sum the method's result over the ranks at the end of each backward, unless it is None."""
-        self._backward.replica = weakref.WeakMethod(message)
+        self._backward.replicas.send_from(message)
 
     def received_replicas(self) -> Tensor | None:
         """Return the sum of the last backward, once; None if there is none."""
-        return self._backward.launcher.receive_digests()
+        return self._backward.replicas.receive(self._backward.launcher)
 
     @property
     def step(self) -> int:
@@ -375,7 +374,7 @@ class Reducer:
 
     @manual_finalization.setter
     def manual_finalization(self, required: bool) -> None:
-        if required != self._backward.manual and self._backward.unfinished:
+        if required != self._backward.manual and self._backward.state.unfinished:
             raise ReductionError(
                 "manual finalization was switched during a backward: set it before a forward, or "
                 "after finalize_backward()"
@@ -386,7 +385,7 @@ class Reducer:
     def must_return_first(self) -> bool:
         """True if the next backward must return before `finalize` is called."""
         backward = self._backward
-        return backward.manual and (backward.arrivals is not None or backward.usage.recording)
+        return backward.manual and (backward.order.arrivals is not None or backward.usage.recording)
 
     @runs_outside_contexts
     def finalize(self) -> None:
@@ -434,7 +433,7 @@ class Reducer:
             buckets_sent=backward.timer.sent,
             rebuilt=self.rebuilt,
             unused=unused if asked else None,
-            unused_here=backward.unused_here,
+            unused_here=backward.timer.unused_here,
             hook=None if hook is None else hook_name(hook),
             **backward.timer.seconds(),
         )
