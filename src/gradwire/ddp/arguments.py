@@ -20,8 +20,8 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group, default_group
-from gradwire.ddp.broadcast import check_not_expanded, inner_tensors
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
+from gradwire.ddp.layouts import check_not_expanded, inner_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 

@@ -16,13 +16,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import broadcast_options, message_device
+from gradwire.ddp.layouts import (
+    SPARSE_LAYOUTS,
+    check_not_expanded,
+    dense_parts,
+    distinct,
+    inner_tensors,
+    resize_compressed,
+)
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
 from gradwire.shm.group.process_group import Operations
 from gradwire.shm.register import member_of
@@ -30,13 +37,6 @@ from gradwire.shm.register import member_of
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
 """Size from which a separate message costs less than copies to and from a staging buffer."""
-SPARSE_LAYOUTS = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 MESSAGE_BYTES = 32 << 20
 """Maximum size of a message. Copying one message overlaps with sending another."""
 
@@ -119,7 +119,7 @@ def broadcast_values(
     for name, t in named:
         inference |= t.is_inference()
         if t.layout is torch.strided:
-            parts.append(t if t.is_contiguous() else _distinct(t))
+            parts.append(t if t.is_contiguous() else distinct(t))
         elif t.layout in SPARSE_LAYOUTS:
             sparse.append(t)
             parts.append(None)
@@ -151,47 +151,7 @@ def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) ->
                     t.copy_(torch.sparse_coo_tensor(indices, values, t.shape))
                 t._coalesced_(bool(coalesced))
             elif entries != before:
-                _resize_compressed(t, entries)
-
-
-def _resize_compressed(tensor: Tensor, entries: int) -> None:
-    outer, inner, values = dense_parts(tensor)
-    batch = outer.dim() - 1
-    new = torch.sparse_compressed_tensor(
-        outer.new_zeros(outer.shape),
-        inner.new_zeros(*inner.shape[:batch], entries),
-        values.new_zeros(*values.shape[:batch], entries, *values.shape[batch + 1 :]),
-        tensor.shape,
-        layout=tensor.layout,
-        check_invariants=False,
-    )
-    tensor.resize_as_sparse_(new)
-
-
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that hold a tensor's elements, each of them once.
-
-    Example:
-        >>> [part.shape for part in dense_parts(torch.ones(3, 1).expand(3, 5))]
-        [torch.Size([3, 1])]
-        >>> [part.tolist() for part in dense_parts(torch.tensor([0.0, 7.0]).to_sparse())]
-        [[[1]], [7.0]]
-    """
-    if tensor.layout is torch.strided:
-        return [_distinct(tensor)]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-
-
-def _distinct(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor that has each element in memory once."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+                resize_compressed(t, entries)
 
 
 def _broadcast(
@@ -210,15 +170,6 @@ def _broadcast(
             else:
                 wire.send_packed([tensors[i] for i in indices])
         wire.drain()
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold a subclass's values, or the tensor itself."""
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    held = [getattr(tensor, name) for name in names]
-    return [inner for value in held if isinstance(value, Tensor) for inner in inner_tensors(value)]
 
 
 def _send_as_stream(
@@ -364,26 +315,3 @@ def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
                 f"tensors[{i}] has layout {t.layout}: broadcast its dense parts instead"
             )
         check_not_expanded(t, f"tensors[{i}]")
-
-
-def check_not_expanded(tensor: Tensor, name: str) -> None:
-    """Raise if several of a tensor's elements share one element in memory.
-
-    Raises:
-        ArgumentError: The tensor is expanded.
-
-    Example:
-        >>> check_not_expanded(torch.ones(4), "x")
-        >>> try:
-        ...     check_not_expanded(torch.ones(1).expand(4), "x")
-        ... except ArgumentError as error:
-        ...     print(str(error).partition(":")[0])
-        x, of shape (4,), is expanded
-    """
-    if tensor.layout != torch.strided:
-        return
-    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ArgumentError(
-            f"{name}, of shape {tuple(tensor.shape)}, is expanded: several of its elements share "
-            "one element in memory, and cannot be written separately; clone() it"
-        )

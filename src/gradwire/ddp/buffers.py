@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules import module as torch_module
 
 from gradwire._scope import outside_contexts
-from gradwire.ddp.broadcast import broadcast_values, dense_parts
+from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buckets.ownership import uses
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
+from gradwire.ddp.layouts import dense_parts
 from gradwire.errors import ArgumentTypeError
 
 BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]

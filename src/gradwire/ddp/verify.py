@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
+from gradwire.ddp.layouts import dense_parts
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed

@@ -1,8 +1,6 @@
 """State of one reducer's backward, with the methods that prepare, commit and reset it.
 
-Three modules of this package change that state: `arrival` (autograd's hooks), `launch_order` (the
-order in which buckets are sent) and `finalize` (waiting for buckets, writing results to gradients).
-This module imports none of them.
+`arrival` (autograd's hooks), `launch_order` and `finalize` call these methods.
 """
 
 from __future__ import annotations
@@ -164,12 +162,7 @@ class Backward:
                 bucket.scale *= ratio
 
     def begin(self, index: int | None, incoming: Tensor | None) -> int:
-        """Change to a running backward, and return its number.
-
-        Args:
-            index: Parameter whose gradient began it; None if an output did.
-            incoming: That gradient.
-        """
+        """Begin at the gradient of this parameter, or of an output if None; return the run."""
         if has_new_hooks():  # registered after the forward
             self.detach_optimizers()
         if self.state is BackwardState.REDUCED:
@@ -239,16 +232,9 @@ class Backward:
 
     # -- end -------------------------------------------------------------------------------
 
-    def sending_last(self) -> None:
-        """Record that the backward's last message is about to be sent."""
-        self._send_last(self.domain.position() + 1)
-
-    def sent_last(self) -> None:
-        """Record that the last message of the backward has been sent."""
-        self._send_last(self.domain.position())
-
-    def _send_last(self, end: int) -> None:
-        self.end = end
+    def sending_last(self, *, sent: bool = False) -> None:
+        """Record that the backward's last message is about to be sent, or was sent."""
+        self.end = self.domain.position() + (not sent)
         self.transition(Event.SEND_LAST)
 
     def tally(self) -> Tally:

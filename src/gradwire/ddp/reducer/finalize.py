@@ -259,7 +259,7 @@ def _receive(
         asked = launcher.start_sum(usage.flags(used))
     if launcher.hook is None and backward.state is not BackwardState.COMMITTING:
         # the last bucket was sparse, or skipped: its messages have been sent
-        backward.sent_last()
+        backward.sending_last(sent=True)
     if asked is not None:
         flags, work = asked
         launcher.wait_small(work)
