@@ -118,7 +118,8 @@ class Replicas:
         self.every = 0
         self._noted: Replica | None = None
         self._sent: Replica | None = None
-        reducer.send_replica(self._message)
+        self._sums = reducer.replica_sums
+        self._sums.send_from(self._message)
 
     def note(self, *, changes: bool) -> None:
         """Compute the digest, if one is due, before a step's first forward.
@@ -126,20 +127,20 @@ class Replicas:
         Args:
             changes: True if the parameters may change before they are compared.
         """
-        if not 0 < self.every <= self._reducer.unverified:
+        if not 0 < self.every <= self._sums.backwards:
             self._noted = None
         elif self._noted is None or self._noted.step != self._reducer.step:
             self._noted = Replica(self._named, self._reducer.step, changes=changes)
 
-    def _message(self) -> Tensor | None:
+    def _message(self, forwards: tuple[int, int]) -> Tensor | None:
         """Return what is sent at the end of a backward; None if no digest is due."""
-        if not 0 < self.every <= self._reducer.unverified:
+        if not 0 < self.every <= self._sums.backwards:
             return None
         replica = self._noted
         if replica is None:
             replica = Replica(self._named, self._reducer.step - 1, changes=True)
         self._sent, self._noted = replica, None
-        return replica.message(self._reducer.group, self._reducer.forward_counts)
+        return replica.message(self._reducer.group, forwards)
 
     def verify(self) -> None:
         """Raise on every rank if the ranks' parameters differed in the last backward.
@@ -147,7 +148,7 @@ class Replicas:
         Raises:
             MismatchError: Parameters differ; has the name of the first one and each rank's digest.
         """
-        sums = self._reducer.received_replicas()
+        sums = self._sums.receive()
         if sums is not None and self._sent is not None:
             self._sent.verify(self._reducer.group, sums)
 

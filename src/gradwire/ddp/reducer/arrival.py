@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.protocol import BackwardState
+from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.bypasses import rpc_context_error
 from gradwire.ddp.reducer.finalize import on_end
@@ -29,6 +31,46 @@ logger = logging.getLogger(__name__)
 # module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
+
+
+def expect(backward: Backward, outputs: Iterable[Tensor], *, counted: bool) -> None:
+    """See `Reducer.expect`."""
+    begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+    if not begun:
+        return
+    forward = backward.forwards.begin() if counted else None
+    number = 0 if forward is None else forward.number
+    call = partial(on_output, weakref.ref(backward), forward=number)
+    for tensor in begun:
+        tensor.register_hook(call)
+        if forward is not None:
+            mark_output(tensor, forward)
+
+
+def expect_local(backward: Backward, outputs: Iterable[Tensor]) -> None:
+    """See `Reducer.expect_local`."""
+    weighted = backward.weights.in_use or backward.usage.find_unused
+    backward.prepare_late = None
+    if backward.state is not EXPECTED and not weighted:
+        return  # the common case: gradients stay local
+    constant = True
+    for tensor in outputs:
+        if tensor.requires_grad:
+            constant = False
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
+    if constant:
+        backward.weights.on_constant()
+
+
+def expect_nested(
+    backward: Backward, outputs: Iterable[Tensor], prepare: Callable[..., None]
+) -> None:
+    """See `Reducer.expect_nested`."""
+    for tensor in outputs:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            references = weakref.ref(backward), weakref.WeakMethod(prepare)
+            tensor.register_hook(partial(on_nested_output, *references))
 
 
 @runs_outside_contexts

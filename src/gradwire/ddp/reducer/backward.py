@@ -257,7 +257,8 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
-        self.replicas.send(self.launcher, joined=joined or self.shadowed)
+        counts = self.forwards.skipped, self.forwards.begun
+        self.replicas.send(self.launcher, counts, joined=joined or self.shadowed)
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()

@@ -12,6 +12,7 @@ from torch.distributed import Work
 from gradwire.ddp.reducer.launch import Launcher
 
 Sharer = TypeVar("Sharer")
+Message = Callable[[tuple[int, int]], Tensor | None]
 
 
 class Turn(Generic[Sharer]):
@@ -124,33 +125,34 @@ class ReplicaSums:
 
     def __init__(self) -> None:
         self.backwards = 0
-        self._message: weakref.WeakMethod[Callable[[], Tensor | None]] | None = None
-        self._sums: tuple[Tensor, Work] | None = None
+        self._message: weakref.WeakMethod[Message] | None = None
+        self._sums: tuple[Launcher, Tensor, Work] | None = None
 
-    def send_from(self, message: Callable[[], Tensor | None]) -> None:
+    def send_from(self, message: Message) -> None:
         """Set the method that returns the message, or None if none is due."""
         self._message = weakref.WeakMethod(message)
 
-    def send(self, launcher: Launcher, *, joined: bool) -> None:
+    def send(self, launcher: Launcher, forwards: tuple[int, int], *, joined: bool) -> None:
         """Count a reduced backward, and begin to add up the messages if they are due.
 
         Ranks are together then: their next forwards may differ in number.
 
         Args:
             launcher: Sender.
+            forwards: Numbers of this rank's forwards skipped and begun, see `Forwards`.
             joined: True if a rank has run out of input: it has old parameters.
         """
         message = None if self._message is None else self._message()
-        if message is not None and not joined and (own := message()) is not None:
-            self._sums = launcher.start_sum(own)
+        if message is not None and not joined and (own := message(forwards)) is not None:
+            self._sums = launcher, *launcher.start_sum(own)
             self.backwards = 0
         self.backwards += 1
 
-    def receive(self, launcher: Launcher) -> Tensor | None:
+    def receive(self) -> Tensor | None:
         """Return the sum that the last backward began, once; None if there is none."""
         if self._sums is None:
             return None
-        sums, work = self._sums
+        launcher, sums, work = self._sums
         launcher.wait_small(work)
         self._sums = None
         return sums

@@ -26,9 +26,9 @@ from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.options import ReducerOptions
-from gradwire.ddp.outputs import mark_output
-from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
+from gradwire.ddp.reducer.arrival import expect, expect_local, expect_nested, on_gradient
 from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.bookkeeping import ReplicaSums
 from gradwire.ddp.reducer.bypasses import has_new_hooks, rpc_context_error
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.launch_order import check_over
@@ -219,28 +219,14 @@ class Reducer:
         return self._backward.group
 
     @property
-    def unverified(self) -> int:
-        """Number of reduced backwards since replicas were compared; the same on all ranks."""
-        return self._backward.replicas.backwards
-
-    def send_replica(self, message: Callable[[], Tensor | None]) -> None:
-        """Sum the method's result over the ranks at the end of each backward, unless it is None."""
-        self._backward.replicas.send_from(message)
-
-    def received_replicas(self) -> Tensor | None:
-        """Return the sum of the last backward, once; None if there is none."""
-        return self._backward.replicas.receive(self._backward.launcher)
+    def replica_sums(self) -> ReplicaSums:
+        """Sums that compare replicas, sent at the end of backwards."""
+        return self._backward.replicas
 
     @property
     def step(self) -> int:
         """Number of backwards prepared."""
         return self._backward.step
-
-    @property
-    def forward_counts(self) -> tuple[int, int]:
-        """Numbers of forwards skipped and begun, see `Forwards`."""
-        forwards = self._backward.forwards
-        return forwards.skipped, forwards.begun
 
     def begin_forward(self) -> None:
         """Prepare for a forward, with or without a reduced backward: it has its own weight."""
@@ -283,33 +269,11 @@ class Reducer:
         Without this call a backward begins at the first gradient of a parameter. If that comes from
         a reentrant checkpoint, unused parameters are not known then.
         """
-        backward = self._backward
-        begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
-        if not begun:
-            return
-        forward = backward.forwards.begin() if counted else None
-        number = 0 if forward is None else forward.number
-        call = partial(on_output, weakref.ref(backward), forward=number)
-        for tensor in begun:
-            tensor.register_hook(call)
-            if forward is not None:
-                mark_output(tensor, forward)
+        expect(self._backward, outputs, counted=counted)
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a forward under `no_sync`, whose backward is not reduced."""
-        backward = self._backward
-        weighted = backward.weights.in_use or backward.usage.find_unused
-        backward.prepare_late = None
-        if backward.state is not BackwardState.EXPECTED and not weighted:
-            return  # the common case: gradients stay local
-        constant = True
-        for tensor in outputs:
-            if tensor.requires_grad:
-                constant = False
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
-        if constant:
-            backward.weights.on_constant()
+        expect_local(self._backward, outputs)
 
     def expect_after_transform(self, *, local: bool) -> None:
         """Prepare late for a forward in a transform of `torch.func`.
@@ -346,10 +310,7 @@ class Reducer:
         tensors. A reentrant one runs a backward through these outputs, which ends the running
         backward and is reduced instead.
         """
-        for tensor in outputs:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                backward, prepare = weakref.ref(self._backward), weakref.WeakMethod(self.prepare)
-                tensor.register_hook(partial(on_nested_output, backward, prepare))
+        expect_nested(self._backward, outputs, self.prepare)
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """Call `prepare`, then `expect` with these tensors: a loss, or a forward's outputs.
@@ -425,15 +386,19 @@ class Reducer:
     def logging_data(self) -> LoggingData:
         """Return buckets, unused parameters and times of the last step that reduced gradients."""
         backward, usage = self._backward, self._backward.usage
-        hook, asked = backward.launcher.hook, usage.find_unused or usage.static
-        unused = tuple(self._named[i][0] for i in sorted(usage.unused))
+        unused = None
+        if usage.find_unused or usage.static:
+            unused = tuple(backward.names[i] for i in sorted(usage.unused))
+        hook = backward.launcher.hook
+        name = None if hook is None else hook_name(hook)
+        times = backward.timer.seconds()
         return LoggingData(
             steps=backward.step,
             buckets=backward.timer.buckets(backward.buckets),
             buckets_sent=backward.timer.sent,
             rebuilt=self.rebuilt,
-            unused=unused if asked else None,
+            unused=unused,
             unused_here=backward.timer.unused_here,
-            hook=None if hook is None else hook_name(hook),
-            **backward.timer.seconds(),
+            hook=name,
+            **times,
         )
