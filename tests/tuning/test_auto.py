@@ -243,7 +243,7 @@ def test_a_resumed_run_keeps_the_choice():
         with pytest.raises(ArgumentError, match="allow the same hooks"):
             wrapped(hooks.auto(["int8"])).load_comm_hook_state_dict(saved)
         copied = copy.deepcopy(net)
-        assert copied._hook.state.choices == net._hook.state.choices
+        assert copied._comm_hook.hook.state.choices == net._comm_hook.hook.state.choices
 
     run_ranks(main, 2)
 
@@ -258,7 +258,7 @@ def test_a_run_resumed_from_a_trial_loses_no_error():
         loaded = wrapped(again)
         loaded.load_comm_hook_state_dict(net.comm_hook_state_dict())
         assert set(again.state.choices.values()) == {"int4"}
-        for now in (again, copy.deepcopy(net)._hook):
+        for now in (again, copy.deepcopy(net)._comm_hook.hook):
             assert now.state.hooks["int8"].state.errors.nbytes > 0
             assert now.state.settling
         train(loaded, [5])
@@ -298,12 +298,12 @@ def test_new_buckets_are_measured_again():
         with MeasuredAs(SLOW):
             net = wrapped(hooks.auto(["int8"]))
             train(net, range(5))
-            before = dict(net._hook.state.choices)
+            before = dict(net._comm_hook.hook.state.choices)
             net.module[0].weight.requires_grad_(False)
             net.refit()
             train(net, range(5))
-            assert net._hook.state.choices
-            assert net._hook.state.choices.keys() != before.keys()
+            assert net._comm_hook.hook.state.choices
+            assert net._comm_hook.hook.state.choices.keys() != before.keys()
 
     run_ranks(main, 2)
 

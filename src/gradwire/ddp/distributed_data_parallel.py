@@ -31,7 +31,7 @@ from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.options import BucketLayout, ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
-from gradwire.ddp.reduced_module import Change
+from gradwire.ddp.registered_hook import Change
 
 
 class DistributedDataParallel(UnevenInputs):

@@ -6,9 +6,9 @@ parameter (see `hook_state`). A process group is pickled as its name, which all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,24 +25,13 @@ from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.registered_hook import Change, RegisteredHook
 from gradwire.ddp.verify import Replicas, describe, verify_same
-from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import (
     CommHook,
-    GradBucket,
     StatefulHook,
-    all_reduce,
-    bf16,
-    bind_hook,
-    fp16,
-    get_hook,
-    wrap,
 )
-from gradwire.hooks.bucket import with_buffer
 from gradwire.hooks.stateful import group_from, name_if_group
-
-Change = Callable[[GradBucket], None]
-"""Function that changes a bucket's gradients in place."""
 
 NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicas")
 """Attributes recreated for the parameters of a copy."""
@@ -80,15 +69,12 @@ class ReducedModule(nn.Module):
         after_reduce: Change | None = None,
     ) -> None:
         super().__init__()
-        self._before_reduce = _check_change(before_reduce, "before_reduce")
-        self._after_reduce = _check_change(after_reduce, "after_reduce")
+        self._comm_hook = RegisteredHook(before_reduce, after_reduce)
         self.module = module
         self._group = group
         self.parameters_to_ignore = ignored
         self.mixed_precision = mixed_precision
         self._reducer_options = options
-        self._hook: CommHook | StatefulHook[Any] | None = None
-        self._hook_state: Any = None
 
     def _make_reducer(self, before: Layout = ()) -> None:
         """Create a reducer for the current parameters, with the registered hook.
@@ -114,31 +100,17 @@ class ReducedModule(nn.Module):
             rekey(self.reducer.hook_state, before, self.reducer.layout)
 
     def _apply_hook(self) -> None:
-        hook = self._hook if self._precision is None else self._precision.hook(self._hook)
-        before, after = self._before_reduce, self._after_reduce
-        if before is not None or after is not None:
-            changed = None if after is None else partial(_change_result, after)
-            hook = wrap(hook or all_reduce, before=before, after=changed)
+        hook = self._comm_hook.combined(self._precision)
         if hook is not None or self.reducer.has_hook:
-            self.reducer.register_comm_hook(self._hook_state, hook)
+            self.reducer.register_comm_hook(self._comm_hook.state, hook)
         self._set_replica_interval()
 
     def _set_replica_interval(self) -> None:
         every = self.check_replicas
         if every is None:
-            every = REPLICAS_CHECKED_EVERY if self._averages_over_all_ranks() else 0
+            averages = self._comm_hook.averages(self.reducer.hook_state, self._group)
+            every = REPLICAS_CHECKED_EVERY if averages else 0
         self._replicas.every = every
-
-    def _averages_over_all_ranks(self) -> bool:
-        """Return True if all ranks are known to receive the same gradients."""
-        if self._hook is None:
-            return True
-        state = self.reducer.hook_state
-        group = getattr(state, "process_group", state)
-        averages = self._hook in (all_reduce, bf16, fp16) or (
-            isinstance(self._hook, StatefulHook) and self._hook.averages
-        )
-        return averages and (group is self._group or not isinstance(group, ProcessGroup))
 
     def register_comm_hook(
         self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
@@ -159,15 +131,7 @@ class ReducedModule(nn.Module):
             ArgumentTypeError: `hook` is not a hook.
             ArgumentError: There is no hook of that name, or a `StatefulHook` has another state.
         """
-        if hook is None and state is not None:
-            raise ArgumentTypeError(
-                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
-                "register_comm_hook(None, None) restores the mean"
-            )
-        chosen = get_hook(hook) if isinstance(hook, str) else hook
-        if chosen is not None:
-            bind_hook(state, chosen)  # raises before anything is changed
-        self._hook, self._hook_state = chosen, state
+        self._comm_hook.register(state, hook)
         self._apply_hook()
 
     def comm_hook_state_dict(self) -> dict[str, Any]:
@@ -272,8 +236,7 @@ class ReducedModule(nn.Module):
     def process_group(self, group: ProcessGroup) -> None:
         self._group = check_group(group)
         self.reducer.replace_group(group)
-        if not isinstance(self._hook, StatefulHook):
-            self._hook_state = self.reducer.hook_state
+        self._comm_hook.take_state(self.reducer.hook_state)
         self._set_replica_interval()
 
     @runs_outside_contexts
@@ -299,9 +262,7 @@ class ReducedModule(nn.Module):
         """Verify that the ranks' models match, and take rank 0's values."""
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
-        changes = {"before_reduce": self._before_reduce, "after_reduce": self._after_reduce}
-        given = [(n, f"an argument, {f and 'given'}") for n, f in changes.items()]
-        verify_same(self._group, self._agreed_arguments() + given + both)
+        verify_same(self._group, self._agreed_arguments() + self._comm_hook.agreed() + both)
         broadcast_values(self._group, [*named, *buffers.items()])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -310,19 +271,14 @@ class ReducedModule(nn.Module):
             del state[name]
         state["_group"] = name_if_group(self._group)
         state["_layout"] = self.reducer.layout
-        state["_hook_state"] = name_if_group(self._hook_state)
-        # the states of PyTorch's hooks do not copy their group: a copy has the default group
-        state["_hook_group"] = name_if_group(getattr(self._hook_state, "process_group", None))
+        state["_comm_hook"] = copy(self._comm_hook)
         return state
 
     @runs_outside_contexts
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before, hook_group = state.pop("_layout"), group_from(state.pop("_hook_group", None))
+        before = state.pop("_layout")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._group = group_from(self._group)
-        self._hook_state = group_from(self._hook_state)
-        if getattr(self._hook_state, "process_group", hook_group) is not hook_group:
-            self._hook_state.process_group = hook_group
         self._make_reducer(before)
 
     # -- information -----------------------------------------------------------------------
@@ -345,20 +301,3 @@ class ReducedModule(nn.Module):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self.reducer.rebuilt
-
-
-def _check_change(change: Change | None, name: str) -> Change | None:
-    """Return the function, or None.
-
-    Raises:
-        ArgumentTypeError: `change` is not callable.
-    """
-    if change is not None and not callable(change):
-        raise ArgumentTypeError(f"{name} is {change!r}: pass a function of a GradBucket")
-    return change
-
-
-def _change_result(change: Change, reduced: Tensor, bucket: GradBucket) -> Tensor:
-    result = with_buffer(bucket, reduced)
-    change(result)
-    return result.buffer()
