@@ -116,8 +116,8 @@ class Replicas:
     def __init__(self, named: Sequence[tuple[str, Parameter]], reducer: Reducer) -> None:
         self._named, self._reducer = named, reducer
         self.every = 0
-        self._noted: Replica | None = None
-        self._sent: Replica | None = None
+        self._noted: _Snapshot | None = None
+        self._sent: _Snapshot | None = None
         self._sums = reducer.replica_sums
         self._sums.send_from(self._message)
 
@@ -127,20 +127,22 @@ class Replicas:
         Args:
             changes: True if the parameters may change before they are compared.
         """
-        if not 0 < self.every <= self._sums.backwards:
+        if not self._is_due():
             self._noted = None
         elif self._noted is None or self._noted.step != self._reducer.step:
-            self._noted = Replica(self._named, self._reducer.step, changes=changes)
+            self._noted = _Snapshot(self._named, self._reducer.step, changes=changes)
 
     def _message(self, forwards: tuple[int, int]) -> Tensor | None:
         """Return what is sent at the end of a backward; None if no digest is due."""
-        if not 0 < self.every <= self._sums.backwards:
+        if not self._is_due():
             return None
-        replica = self._noted
-        if replica is None:
-            replica = Replica(self._named, self._reducer.step - 1, changes=True)
-        self._sent, self._noted = replica, None
-        return replica.message(self._reducer.group, forwards)
+        step = self._reducer.step - 1
+        self._sent = self._noted or _Snapshot(self._named, step, changes=True)
+        self._noted = None
+        return self._sent.message(self._reducer.group, forwards)
+
+    def _is_due(self) -> bool:
+        return 0 < self.every <= self._sums.backwards
 
     def verify(self) -> None:
         """Raise on every rank if the ranks' parameters differed in the last backward.
@@ -153,8 +155,8 @@ class Replicas:
             self._sent.verify(self._reducer.group, sums)
 
 
-class Replica:
-    """Snapshot of one rank's parameters, which `verify` compares with the other ranks'.
+class _Snapshot:
+    """Digest of a rank's parameters after a step, with one per parameter if it is asked for.
 
     Args:
         named: Names and parameters; subclasses of Parameter are left out.
@@ -164,23 +166,19 @@ class Replica:
 
     def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
         self.step = step
-        chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
-        self._digest = digest([p for _, p in chosen])
-
-        def describe() -> Description:
-            return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in chosen]
-
+        self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
+        self._digest = digest([p for _, p in self._chosen])
+        self._held = self._each() if changes else None
         self._forwards = ""
-        held = describe() if changes else None
-        self._describe = describe if held is None else lambda: held
+
+    def _each(self) -> Description:
+        return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in self._chosen]
 
     def message(self, group: ProcessGroup, forwards: tuple[int, int]) -> Tensor:
         """Return what is added up over the ranks: a row for each, of which this rank fills its own.
 
-        Args:
-            group: Process group.
-            forwards: Numbers of this rank's forwards without a backward, and of all its forwards.
-                Ranks may differ in one of the two.
+        `forwards` are the numbers of this rank's forwards without a backward, and of all its
+        forwards. Ranks may differ in one of the two.
         """
         self._forwards = f"{forwards[0]} of {forwards[1]}"
         rows = torch.zeros(group.size(), DIGEST_NUMBERS + 2, dtype=torch.int64)
@@ -189,19 +187,12 @@ class Replica:
         return rows
 
     def verify(self, group: ProcessGroup, sums: Tensor) -> None:
-        """Raise on every rank if the ranks' parameters were not equal, bit by bit.
-
-        Args:
-            group: Process group.
-            sums: Sum of the ranks' messages.
-
-        Raises:
-            MismatchError: Parameters differ; has the name of the first one and each rank's digest.
-        """
+        """Raise on every rank if the sum of the messages shows different parameters."""
         same = (sums == sums[0]).all(0).tolist()
         if all(same[:DIGEST_NUMBERS]) and any(same[DIGEST_NUMBERS:]):
             return
-        own = [*self._describe(), ("(forwards without a backward)", self._forwards)]
+        each = self._each() if self._held is None else self._held
+        own = [*each, ("(forwards without a backward)", self._forwards)]
         _raise_difference(group, own, f"replicas after step {self.step}", REPLICAS_REMEDY)
 
 
