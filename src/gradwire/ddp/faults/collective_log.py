@@ -8,6 +8,7 @@ the collectives that it missed, with zeros (see `protocol`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -28,6 +29,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwire.ddp.faults.waiting import InFlight, work_in_flight
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
 from gradwire.shm.group.process_group import Operations
@@ -58,6 +60,9 @@ class CollectiveLog:
     A collective's number is the backend's count. It is the same on all ranks, and a collective that
     is not in the log leaves a gap.
 
+    Args:
+        group: Process group.
+
     Attributes:
         sent: Collectives on the group, with their numbers.
         elsewhere: Collectives of communication hooks on other groups, by `key_of` the group.
@@ -66,26 +71,40 @@ class CollectiveLog:
         since: Time at which the first of `sent` was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # a domain must not keep its group alive
         self._counted = 0
+        self._small: list[Work] = []
         self.since = 0.0
         self.sent: list[tuple[int, Entry]] = []
         self.elsewhere: dict[str, list[tuple[int, Entry]]] = {}
         self.works: list[Work] = []
 
-    def add(self, group: ProcessGroup, entry: Entry) -> None:
-        """Log the collective that was just sent on the group."""
+    def add(self, entry: Entry, work: Work | None = None) -> None:
+        """Log a collective that was just sent; `work` is its handle if no participant keeps it."""
         self._counted += 1
         if not self.sent:
             self.since = monotonic()
-        self.sent.append((self.position(group), entry))
+        self.sent.append((self.position(), entry))
+        if work is not None:
+            self._small.append(work)
 
     def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
         """Log a collective that was just sent on another group."""
         self.elsewhere.setdefault(key_of(group), []).append((sequence_number(group), entry))
 
-    def position(self, group: ProcessGroup) -> int:
+    def counts(self) -> tuple[int, int]:
+        """Return the position and the number of logged collectives on other groups."""
+        return self.position(), sum(map(len, self.elsewhere.values()))
+
+    def in_flight(self) -> list[InFlight]:
+        """Return the logged communication whose handles are kept here."""
+        return [work_in_flight(work) for work in (*self.works, *self._small)]
+
+    def position(self) -> int:
         """Return the number of the last collective sent on the group."""
+        group = self._group()
+        assert group is not None
         try:  # `sequence_number`, called several times per bucket
             return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         except RuntimeError:  # the backend does not count: count logged collectives only
@@ -96,9 +115,11 @@ class CollectiveLog:
         self.sent.clear()
         self.elsewhere.clear()
         self.works.clear()
+        self._small.clear()
 
     def forget(self, through: int) -> None:
         """Drop the entries up to this number, which all ranks have sent."""
+        self._small.clear()
         if self.sent and self.sent[-1][0] <= through:
             self.clear()
         else:
@@ -140,7 +161,7 @@ class LogMode(TorchDispatchMode):
 
     def _add(self, group: ProcessGroup, entry: Entry) -> None:
         if group.group_name == self._name:
-            self._log.add(self._group, entry)
+            self._log.add(entry)
         else:
             self._log.add_elsewhere(group, entry)
 

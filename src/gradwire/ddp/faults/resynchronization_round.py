@@ -123,7 +123,7 @@ class ResynchronizationRound:
         self._phase = next_phase(self._phase, stated=True, ended=False, joined=False)
 
     def _join(self, statements: Sequence[Statement]) -> None:
-        own = self._log.position(self._group)
+        own = self._log.position()
         sent = [(s.position, s.sent) for s in statements]
         # Check on all ranks: a rank that waits in a collective that cannot be joined would wait
         # until its deadline.
@@ -142,7 +142,7 @@ class ResynchronizationRound:
         """Return True if all communication has ended or is known not to end."""
         if self._outcome is not None:
             return True
-        if self._log.position(self._group) > self._goal:
+        if self._log.position() > self._goal:
             self._outcome = "a hook sent further collectives after the error"
         elif all(p.done() for p in self._in_flight):
             self._raise_failure()

@@ -15,12 +15,11 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, is_over
 from gradwire._groups import find_store
-from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
+from gradwire.ddp.faults.collective_log import CollectiveLog
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
-from gradwire.ddp.faults.waiting import work_in_flight
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError, PeerLostError
 from gradwire.recorder import failed
@@ -72,11 +71,10 @@ class Resynchronizer:
         self._channel: ErrorChannel | None = None
         self._token: tuple[Tensor, Work] | None = None
         self._round: ResynchronizationRound | None = None
-        self._works: list[Work] = []
         self._next_look, self._seen_dead = 0.0, list[int]()
         self.name = "" if self.has_store else "no store"
         self.lock = threading.RLock()
-        self.log = CollectiveLog()
+        self.log = CollectiveLog(group)
         self.seconds = timeout_of(group)
         self.positions: list[int] = []
         self.diverged = ""
@@ -100,25 +98,6 @@ class Resynchronizer:
     def running(self) -> bool:
         """True if a round has begun and is not over."""
         return self._round is not None
-
-    def position(self) -> int:
-        """Return the number of the last collective that this rank sent."""
-        return self.log.position(self.group)
-
-    def counts(self) -> tuple[int, int]:
-        """Return the position and the number of logged collectives on other groups."""
-        return self.position(), sum(map(len, self.log.elsewhere.values()))
-
-    def sent(self, entry: Entry, work: Work | None = None) -> None:
-        """Log a collective that was just sent; `work` is its handle if no participant keeps it."""
-        self.log.add(self.group, entry)
-        if work is not None:
-            self._works.append(work)
-
-    def committed(self, end: int) -> None:
-        """Drop log entries up to this number, which all ranks have sent."""
-        self.log.forget(end)
-        self._works.clear()
 
     def connect(self) -> None:
         """Create the group's error channel under a random name that rank 0 broadcasts.
@@ -201,9 +180,8 @@ class Resynchronizer:
             name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
         }
         undecided = max(self.participants.undecided(), default=None)
-        statement = Statement(error, self.position(), list(log.sent), elsewhere, undecided)
-        in_flight = self.participants.in_flight()
-        in_flight += [work_in_flight(work) for work in (*log.works, *self._works)]
+        statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
+        in_flight = [*self.participants.in_flight(), *log.in_flight()]
         return ResynchronizationRound(group, self._channel, log, statement, in_flight, self.seconds)
 
     def advance(self) -> bool:
@@ -244,7 +222,6 @@ class Resynchronizer:
         if done.diverged:
             self.diverged = f"ranks {done.diverged}: {UNDECIDED_TEXT}"
         self.log.clear()
-        self._works.clear()
         self.hook_future = None
         if done.broken is not None:
             self.broken, self.deferred = str(done.broken), done.broken

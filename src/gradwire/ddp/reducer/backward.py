@@ -234,7 +234,7 @@ class Backward:
 
     def sending_last(self, *, sent: bool = False) -> None:
         """Record that the backward's last message is about to be sent, or was sent."""
-        self.end = self.domain.position() + (not sent)
+        self.end = self.domain.log.position() + (not sent)
         self.transition(Event.SEND_LAST)
 
     def tally(self) -> Tally:
@@ -248,7 +248,7 @@ class Backward:
             used: Parameters that a rank used.
             joined: True if this rank took part by `shadow`.
         """
-        self.domain.committed(self.end)
+        self.domain.log.forget(self.end)
         if self.order.finish() and self.order.rebuild:
             # sent now: all ranks end the reducers of a backward in one order, while their next
             # forwards may run in different orders, where ranks would wait in a circle

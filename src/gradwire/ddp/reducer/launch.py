@@ -118,7 +118,7 @@ class Launcher:
             self._refused(error, bucket.what)
         self.launched.append(Launched(bucket, works=[work]))
         # logged once the backend has accepted it: other ranks join logged collectives with zeros
-        self._domain.sent(all_reduce_entry(wire))
+        self._domain.log.add(all_reduce_entry(wire))
 
     def _refused(self, error: RuntimeError, what: str) -> NoReturn:
         """Raise for a collective that the backend refused, or whose group had failed before."""
@@ -156,14 +156,14 @@ class Launcher:
         """Call the hook's `committed` after a backward has ended on all ranks: it may send."""
         if self.hook is None:
             return
-        before = self._domain.counts()
+        before = self._domain.log.counts()
         try:
             with LogMode(self._group, self._domain.log):
                 self.hook.committed()
         except BaseException as error:
             if isinstance(error, Exception):
                 self._domain.raise_hidden("a communication hook, after a backward,")
-            if before != self._domain.counts():
+            if before != self._domain.log.counts():
                 # other ranks may wait in collectives that the hook did not reach here: the
                 # messages of the next step would meet those
                 what = f"{type(error).__name__}: {error}"
@@ -202,7 +202,7 @@ class Launcher:
         device = message_device(self._group)
         theirs = torch.tensor(order, dtype=torch.int64, device=device)
         self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
-        self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
+        self._domain.log.add(broadcast_entry(theirs, root=0), self._order[1])
 
     def receive_order(self) -> list[int]:
         """Return rank 0's order. If an exception interrupts the wait, the next call waits again."""
@@ -224,7 +224,7 @@ class Launcher:
             work = self._group.allreduce([flags], AllreduceOptions())
         except RuntimeError as error:
             self._refused(error, "a small all_reduce or broadcast")
-        self._domain.sent(all_reduce_entry(flags), work)
+        self._domain.log.add(all_reduce_entry(flags), work)
         return flags, work
 
     def add_up(self, own: Tally) -> Tally:

@@ -119,14 +119,14 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
             if bucket.extra_numel:
                 backward.tally().write(bucket.extra)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
-            before = 0 if record is None else backward.domain.position()
+            before = 0 if record is None else backward.domain.log.position()
             if record is not None:
                 record.packed = perf_counter_ns()
             _in_range("send", partial(launch_filled, backward, is_last=is_last), bucket)
             if record is not None:
                 record.sent = perf_counter_ns()
                 record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
-                record.first, record.last = before + 1, backward.domain.position()
+                record.first, record.last = before + 1, backward.domain.log.position()
                 launched[-1].record = record
 
 
