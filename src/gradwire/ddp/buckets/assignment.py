@@ -80,11 +80,8 @@ class BucketAssigner:
 
         Parameters that are not in `order` have no bucket.
         """
-        old_views = (
-            {i: self.parameters[i].grad for i in order}
-            if self.options.gradient_as_bucket_view
-            else {}
-        )
+        as_views = self.options.gradient_as_bucket_view
+        old_views = {i: self.parameters[i].grad for i in order} if as_views else {}
         buckets: list[Bucket] = []
         context = BucketContext(self.group, self.ownership, self.options, lend=self._on_cpu)
         extra_numel = 0 if with_hook else self._extra_numel

@@ -390,8 +390,6 @@ class Reducer:
         if usage.find_unused or usage.static:
             unused = tuple(backward.names[i] for i in sorted(usage.unused))
         hook = backward.launcher.hook
-        name = None if hook is None else hook_name(hook)
-        times = backward.timer.seconds()
         return LoggingData(
             steps=backward.step,
             buckets=backward.timer.buckets(backward.buckets),
@@ -399,6 +397,6 @@ class Reducer:
             rebuilt=self.rebuilt,
             unused=unused,
             unused_here=backward.timer.unused_here,
-            hook=name,
-            **times,
+            hook=None if hook is None else hook_name(hook),
+            **backward.timer.seconds(),
         )
