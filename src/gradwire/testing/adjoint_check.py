@@ -16,10 +16,13 @@ from torch.distributed import ProcessGroup
 
 from gradwire.testing import coordinates
 from gradwire.testing.coordinates import Coordinate, Fn
-from gradwire.testing.report import GradientError, check_same_options, line, raise_if_wrong
-from gradwire.testing.store_gather import StoreGather
-
-__all__ = ["adjoint_check"]
+from gradwire.testing.report import (
+    GradientError,
+    StoreGather,
+    check_same_options,
+    line,
+    raise_if_wrong,
+)
 
 ROUNDINGS = 8
 """The default tolerance, in units of the coarsest dtype's rounding error."""

@@ -16,23 +16,6 @@ from torch import Tensor
 from gradwire._containers import tensors_in
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "Coordinate",
-    "all_coordinates",
-    "as_inputs",
-    "check_outputs",
-    "differentiable",
-    "entries",
-    "inner",
-    "leaves",
-    "outputs_of",
-    "parts",
-    "random_like",
-    "shapes",
-    "variables",
-    "vjp",
-]
-
 Fn: TypeAlias = Callable[..., Any]
 
 

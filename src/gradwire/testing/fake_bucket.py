@@ -10,8 +10,6 @@ from torch import Tensor
 from gradwire.errors import ArgumentError
 from gradwire.hooks import GradBucket
 
-__all__ = ["FakeBucket"]
-
 
 class FakeBucket(GradBucket):
     """A `GradBucket` made from gradients, for calling a hook directly.

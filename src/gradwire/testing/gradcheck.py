@@ -20,10 +20,7 @@ from torch.distributed import ProcessGroup
 from gradwire.errors import ArgumentError
 from gradwire.testing import coordinates
 from gradwire.testing.coordinates import Coordinate, Fn
-from gradwire.testing.report import check_same_options, line, raise_if_wrong
-from gradwire.testing.store_gather import StoreGather
-
-__all__ = ["gradcheck"]
+from gradwire.testing.report import StoreGather, check_same_options, line, raise_if_wrong
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from gradwire.errors import DistributedError
 from gradwire.testing.channel import Channel
 
-__all__ = ["POOL", "Pool", "Worker", "close_pool", "dump_stacks", "worker_environment"]
-
 _MODULE = ("-m", "gradwire.testing.worker")
 START_SECONDS = 120.0
 """Time limit for new workers to import torch."""

@@ -11,13 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from gradwire.testing.channel import Task
+from gradwire.testing.channel import Task, dumps
 from gradwire.testing.hosts import INTERFACE, Hosts
-from gradwire.testing.pickling import dumps
 from gradwire.testing.pool import POOL, worker_environment
 from gradwire.testing.run import Run
-
-__all__ = ["run_ranks"]
 
 
 def run_ranks(

@@ -1,4 +1,4 @@
-"""One `run_ranks` call, from sending the tasks until all workers are idle again.
+"""One `run_ranks` call, from sending the tasks until all workers are idle again, and its error.
 
 A rank is running, has returned (and keeps its group, which other ranks may still need), is leaving
 its group, or is done: its worker is idle or dead. When all have returned, or one has failed, those
@@ -12,16 +12,44 @@ import enum
 import pickle
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeAlias
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.testing.channel import Idle, Message, Raised, Release, Returned, Task
-from gradwire.testing.failures import RankError, describe
 from gradwire.testing.pool import Worker, dump_stacks
 
-__all__ = ["Run"]
+
+class RankError(DistributedError):
+    """One or more ranks of a `run_ranks` call raised an exception or died.
+
+    The message has each failed rank's traceback; `__cause__` is the first rank's exception.
+
+    Attributes:
+        failures: The exception of each failed rank, in the order in which they failed: a
+            `DistributedError` that describes it if it cannot be unpickled here, and a
+            `PeerLostError` if the rank died.
+
+    Example:
+        >>> try:
+        ...     run_ranks(lambda: 1 // dist.get_rank(), world_size=2)  # rank 0 divides by zero
+        ... except RankError as error:
+        ...     print(error.failures)
+        {0: ZeroDivisionError(...)}
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+
+def describe(headline: str, sections: Mapping[str, str]) -> str:
+    """A message: a headline, then a titled section for each rank."""
+    parts = [headline]
+    parts += [f"--- {title} ---\n{text}".rstrip() for title, text in sections.items()]
+    return "\n\n".join(parts)
+
 
 FAILURE_SECONDS = 5.0
 """Time limit for ranks to end after another rank failed."""

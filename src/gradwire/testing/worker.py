@@ -30,10 +30,7 @@ import torch.distributed as dist
 from gradwire._processes import end_when_closed
 from gradwire.errors import ArgumentTypeError
 from gradwire.shm import Options
-from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
-from gradwire.testing.pickling import load_cloudpickle
-
-__all__ = ["main"]
+from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task, load_cloudpickle
 
 
 def main(channel_fd: int, lifeline: int) -> None:
