@@ -8,11 +8,16 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 from torch.nn import Module
 
-from gradwire.devices.buffers import BufferPolicy, BufferTracker, check_policy
 from gradwire.devices.nested import gather_nested, scatter_kwargs
 from gradwire.devices.parallel_apply import parallel_apply, refuse_in_transforms
 from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
-from gradwire.devices.replicate import check_home, replicate
+from gradwire.devices.replicate import (
+    BufferPolicy,
+    BufferTracker,
+    check_home,
+    check_policy,
+    replicate,
+)
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 M = TypeVar("M", bound=Module)
