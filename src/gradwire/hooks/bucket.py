@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import views
-from gradwire.buckets.flat import is_as_read
+from gradwire.buckets.pack import is_as_read
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
