@@ -137,7 +137,7 @@ class LocalSGD(WrappedOptimizer):
         """
         self.optimizer.add_param_group(param_group)
         try:
-            self._raise_problem()
+            self._parameters.check(self.optimizer)
         except ArgumentError:
             self.param_groups.pop()
             raise
@@ -224,7 +224,7 @@ class LocalSGD(WrappedOptimizer):
             "exchanges of LocalSGD",
             IN_STEP,
         )
-        self._raise_problem()
+        self._parameters.check(self.optimizer)
         self._parameters.unshared.clear()
 
     def _verify_arguments(self) -> None:
@@ -232,15 +232,7 @@ class LocalSGD(WrappedOptimizer):
         own += describe(self._parameters.everything, "parameter")
         own += self._parameters.problems(self.optimizer)
         verify_same(self.group, own, "arguments of LocalSGD", REMEDY)
-        self._raise_problem()
-
-    def _raise_problem(self) -> None:
-        for name, problem in self._parameters.problems(self.optimizer):
-            raise ArgumentError(
-                f"parameter {name!r} is not exchanged ({problem}): call synchronize() and pass "
-                "all parameters of the optimizer to a new LocalSGD, or use a separate optimizer "
-                "for parameters that are local to this rank"
-            )
+        self._parameters.check(self.optimizer)
 
     def _take_in_thawed(self) -> None:
         if self._parameters.frozen and self._parameters.activate_thawed():
@@ -271,57 +263,32 @@ class LocalSGD(WrappedOptimizer):
         Warns:
             NotSavedWarning: The hook's state has entries that cannot be saved.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        return super().state_dict()
+
+    def _collect(self) -> dict[str, Any]:
         tracked = self._parameters
-        saved = self.optimizer.state_dict() | {
+        return self.optimizer.state_dict() | {
             "steps": self.steps,
             "outer": self.outer.state_dict(),
             "anchors": {tracked.names[i]: tracked.anchors[i].clone() for i in tracked.active},
             "hook": save_state(self._hook.state, self._layout),
         }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, saved)
-            saved = saved if changed is None else changed
-        return saved
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned on this rank.
-
-        Raises:
-            ArgumentError: The state is of other parameters, or of another optimizer.
-        """
-        saved = state_dict
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, dict(saved))
-            saved = saved if changed is None else changed
+    def _restore(self, saved: Mapping[str, Any]) -> None:
         if missing := sorted(_OWN - saved.keys()):
             raise ArgumentError(
                 f"the saved state lacks {missing}: save all of state_dict() on each rank. To load "
                 "the state of another optimizer, use self.optimizer.load_state_dict"
             )
         tracked = self._parameters
-        kept: Mapping[str, Tensor] = saved["anchors"]
-        ours = {tracked.names[i] for i in tracked.active}
-        if not ours <= kept.keys() <= set(tracked.names):
-            differing = sorted(kept.keys() ^ ours)
-            raise ArgumentError(
-                f"the saved state is of other parameters, {differing} differ: load it with the "
-                "parameters that it was saved with"
-            )
-        tracked.activate([i for i in tracked.frozen if tracked.names[i] in kept])
+        tracked.activate_saved(saved["anchors"])
         self._assign()
         self.steps = saved["steps"]
         inner = {name: saved[name] for name in saved.keys() - _OWN}
         self.optimizer.load_state_dict(inner.get("optimizer", inner))  # version 0.1: one entry
         self.outer.load_state_dict(saved["outer"])
-        for i in tracked.active:
-            tracked.anchors[i].copy_(kept[tracked.names[i]])
-        tracked.unshared = list(tracked.active)
+        tracked.load_anchors(saved["anchors"])
         self._load_hook_state(saved["hook"])
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def _load_hook_state(self, saved: Mapping[str, Any]) -> None:
         if not saved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 
 import torch
@@ -145,6 +145,39 @@ class TrackedParameters:
                     name = names[i] if names else f"parameter {i} of param_groups[{number}]"
                     found.append((name, f"shape {tuple(p.shape)}, in the optimizer only"))
         return found
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if the optimizer or the module has a parameter that is not exchanged.
+
+        Raises:
+            ArgumentError: See `problems`.
+        """
+        for name, problem in self.problems(optimizer):
+            raise ArgumentError(
+                f"parameter {name!r} is not exchanged ({problem}): call synchronize() and pass "
+                "all parameters of the optimizer to a new LocalSGD, or use a separate optimizer "
+                "for parameters that are local to this rank"
+            )
+
+    def activate_saved(self, saved: Mapping[str, Tensor]) -> None:
+        """Exchange the parameters whose anchors were saved.
+
+        Raises:
+            ArgumentError: The anchors are of other parameters.
+        """
+        ours = {self.names[i] for i in self.active}
+        if not ours <= saved.keys() <= set(self.names):
+            raise ArgumentError(
+                f"the saved state is of other parameters, {sorted(saved.keys() ^ ours)} differ: "
+                "load it with the parameters that it was saved with"
+            )
+        self.activate([i for i in self.frozen if self.names[i] in saved])
+
+    def load_anchors(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy saved anchors, which the next exchange compares between the ranks."""
+        for i in self.active:
+            self.anchors[i].copy_(saved[self.names[i]])
+        self.unshared = list(self.active)
 
 
 def _may_change(parameter: Tensor) -> bool:

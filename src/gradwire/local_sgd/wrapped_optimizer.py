@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 class WrappedOptimizer(Optimizer):
     """Base of an optimizer that shares the parameters and the state of a wrapped one.
 
-    It has its own optimizer hooks. A subclass defines `step`.
+    It has its own optimizer hooks. A subclass defines `step`, `_collect` and `_restore`.
 
     Args:
         optimizer: Wrapped optimizer.
@@ -62,6 +62,39 @@ class WrappedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients with the wrapped optimizer's `zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = self._collect()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned on this rank.
+
+        Raises:
+            ArgumentError: The state is of other parameters, or of another optimizer.
+        """
+        saved = state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(saved))
+            saved = saved if changed is None else changed
+        self._restore(saved)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _collect(self) -> dict[str, Any]:
+        """Return the state to save, before the optimizer's hooks."""
+        raise NotImplementedError
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state, between the optimizer's hooks."""
+        raise NotImplementedError
 
     def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer as `GradScaler.step` would."""
