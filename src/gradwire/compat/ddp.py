@@ -6,7 +6,6 @@ C++ reducer and logger are not provided.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -40,12 +39,7 @@ from gradwire.compat.replacements import Replacement
 from gradwire.ddp.buckets.hook_state import Layout
 from gradwire.ddp.hook_handles import WeakHook
 from gradwire.ddp.join import ShadowHook, agree_on_rank
-from gradwire.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    NotSupportedError,
-    ReductionError,
-)
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError, ReductionError
 
 BROADCAST_BYTES = 250 << 20
 
@@ -87,8 +81,6 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def weight(self) -> None:  # type: ignore[override]
         """Hide the method, as programs initialize modules with a `weight`; use `reducer.weight`."""
         raise AttributeError("weight")
-
-    # -- parameters and buffers ------------------------------------------------------------
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -146,8 +138,6 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             bucket_size or self.broadcast_bucket_size,
             authoritative_rank,
         )
-
-    # -- hooks, groups and graphs ----------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """See gradwire.ddp.DistributedDataParallel.register_comm_hook; only one hook is allowed.
@@ -226,7 +216,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         """See gradwire.ddp.DistributedDataParallel.join_hook."""
         self._uneven_inputs = True
         super().join_hook(**kwargs)
-        return JoinHook(self, functools.partial(setattr, self, "_authoritative_rank"))
+        return JoinHook(self)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are never cloned."""
@@ -254,14 +244,12 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _syncing(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    # -- errors and logging -----------------------------------------------------------------
-
     @run_as_written
     def _before(self, syncing: bool) -> int:
         try:
             return super()._before(syncing)
         except ReductionError as error:
-            rank, names = self.process_group.rank(), self._reduced()
+            rank, names = self.process_group.rank(), list(self._reduced())
             reworded = unfinished_reduction(error, rank, names, static=self.static_graph)
             self._error = str(reworded)
             raise reworded from error
@@ -276,10 +264,10 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._error = str(reworded)
         return reworded
 
-    def _reduced(self) -> list[str]:
-        """Return the names of reduced parameters, in the order of PyTorch's parameter indices."""
+    def _reduced(self) -> dict[str, Parameter]:
+        """Return reduced parameters by name, in the order of PyTorch's parameter indices."""
         named = self.module.named_parameters()
-        return [n for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
+        return {n: p for n, p in named if p.requires_grad and n not in self.parameters_to_ignore}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Do nothing: times are measured in every step."""
@@ -295,23 +283,13 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
 
 class JoinHook(ShadowHook):
-    """gradwire's join hook, which also reports the rank whose parameters were broadcast.
-
-    Args:
-        net: Wrapped module.
-        report_rank: Function to call with the rank.
-    """
-
-    def __init__(
-        self, net: ours.DistributedDataParallel, report_rank: Callable[[int], None]
-    ) -> None:
-        super().__init__(net)
-        self._wrapped, self._report_rank = net, report_rank
+    """gradwire's join hook, which also notes the rank whose parameters were broadcast."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Run after all ranks have exhausted their inputs."""
         super().post_hook(is_last_joiner)
-        self._report_rank(agree_on_rank(self._wrapped.process_group, candidate=is_last_joiner))
+        net: Any = self._net
+        net._authoritative_rank = agree_on_rank(net.process_group, candidate=is_last_joiner)
 
 
 C10_NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -320,13 +298,10 @@ C10_NAMES = {torch.float32: "float", torch.float64: "double"}
 def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
     """Return PyTorch's logging data of a wrapped module and its last step, with times in ns."""
     data = net.logging_data()
-    ignored = net.parameters_to_ignore
-    named = [
-        (n, p) for n, p in net.module.named_parameters() if p.requires_grad and n not in ignored
-    ]
-    numbers = {n: i for i, (n, _) in enumerate(named)}
+    named = net._reduced()
+    numbers = {n: i for i, n in enumerate(named)}
     sizes = ", ".join(str(b.bytes) for b in data.buckets)
-    dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for _, p in named}
+    dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in named.values()}
     members = (" ".join(str(numbers.get(n, -1)) for n in b.parameters) for b in data.buckets)
     logged: dict[str, str | int] = {
         "world_size": net.process_group.size(),
@@ -340,7 +315,7 @@ def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
         "static_graph": int(net.static_graph),
         "dtypes": ", ".join(sorted(dtypes)),
         "num_parameter_tensors": len(named),
-        "total_parameter_size_bytes": sum(p.nbytes for _, p in named),
+        "total_parameter_size_bytes": sum(p.nbytes for p in named.values()),
         "bucket_sizes": sizes,
         "num_buckets_reduced": data.buckets_sent,
         "has_rebuilt_buckets": int(data.rebuilt),
