@@ -1,8 +1,7 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
-from gradwire.collectives.args.reductions import Premul
-from gradwire.collectives.autograd.handles import Handle
-from gradwire.collectives.checks.consistency import checks
+from gradwire.collectives.consistency import checks
+from gradwire.collectives.handles import Handle
 from gradwire.collectives.ops.all_gather_reduce_scatter import (
     all_gather,
     all_gather_list,
@@ -13,17 +12,18 @@ from gradwire.collectives.ops.all_to_all import all_to_all
 from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
 from gradwire.collectives.ops.coalesced import (
     all_gather_coalesced,
+    all_gather_object,
     all_reduce_coalesced,
     broadcast_coalesced,
     reduce_coalesced,
     reduce_scatter_coalesced,
 )
 from gradwire.collectives.ops.gather_scatter import gather, scatter
-from gradwire.collectives.ops.objects import all_gather_object, barrier
 from gradwire.collectives.ops.permute import halo_exchange, ppermute, shift
-from gradwire.collectives.ops.point_to_point import recv, send, send_recv, tie
+from gradwire.collectives.ops.point_to_point import barrier, recv, send, send_recv, tie
 from gradwire.collectives.ops.prefix import exscan, scan
 from gradwire.collectives.ops.statistics import logsumexp, mean, norm, softmax, var
+from gradwire.collectives.reduce_ops import Premul
 
 __all__ = [
     "Handle",

@@ -15,7 +15,7 @@ from gradwire.cli.demo.timing import time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
 from gradwire.cli.rank_env import RankEnv, join_group
-from gradwire.collectives.wire.backends import backend_of
+from gradwire.collectives.wire import backend_of
 
 _TIMEOUT = timedelta(minutes=2)  # longer than an epoch of the twin, which other ranks wait for
 

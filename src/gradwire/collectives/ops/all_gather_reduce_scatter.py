@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -11,37 +12,79 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.args.sizes import (
+from gradwire.collectives.arguments import (
     Sizes,
+    check_dense,
     move_back,
     move_to_front,
     piece_sizes,
     pieces_of,
+    resolve_group,
     resolve_sizes,
     sizes_of_split,
-    sizes_text,
 )
-from gradwire.collectives.args.validation import check_dense, resolve_group
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
-from gradwire.collectives.autograd.linear_collective import (
-    apply_linear,
+from gradwire.collectives.autograd import (
     compiling,
+    concat,
     eager_apply,
     graph_is_needed,
     is_transformed,
+    unstack,
 )
-from gradwire.collectives.autograd.unstack import concat, unstack
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import apply_reduction
-from gradwire.collectives.ops.plans import AllGather, ReduceScatter
+from gradwire.collectives.consistency import (
+    UNCHECKED,
+    CheckContext,
+    gather_signature,
+    tensor_fields,
+)
+from gradwire.collectives.handles import Async, Handle, Sync
+from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
+from gradwire.collectives.operation import Operation, Peers
+from gradwire.collectives.ops.reductions import ReductionCollective, reduce_with
+from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class AllGather(LinearCollective):
+    """Rows of all ranks, on every rank."""
+
+    sizes: tuple[int, ...] | None = None
+    average: bool = False
+    name = "all_gather"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return divided(self, wire.all_gather(x, self.sizes, self.group, blocking))
+
+    def adjoint(self) -> ReduceScatter:
+        return ReduceScatter(self.group, self.sizes, self.average)
+
+    def rows(self, rows: int) -> int:
+        return rows * self.group.size() if self.sizes is None else sum(self.sizes)
+
+
+@register_plan
+@dataclass(frozen=True)
+class ReduceScatter(ReductionCollective):
+    """Sum or average, whose rows are scattered."""
+
+    sizes: tuple[int, ...] | None = None
+    average: bool = False
+    name = "reduce_scatter"
+
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> wire.Pending:
+        return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
+
+    def adjoint(self) -> AllGather:
+        return AllGather(self.group, self.sizes, self.average)
+
+    def rows(self, rows: int) -> int:
+        return rows // self.group.size() if self.sizes is None else self.sizes[self.group.rank()]
 
 
 @overload
@@ -95,31 +138,16 @@ def all_gather(
     front, dim = move_to_front(x, dim, stack)
     group = resolve_group(group)
 
-    def start(front: Tensor, context: CheckContext) -> Any:
-        plan = AllGather(group, resolve_sizes(sizes, front.shape[0], group))
-        return apply_or_start(plan, front, context, async_op)
-
-    gathered = run_checked(
-        group,
+    operation = Operation(
         front,
-        check,
+        group,
         lambda: gather_signature("all_gather", front, sizes, f"dim={dim}"),
-        start,
+        lambda front, peers: AllGather(
+            group, None if sizes is None else resolve_sizes(sizes, front.shape[0], group)
+        ),
+        (lambda _, y: move_back(y, dim)) if dim else None,
     )
-    return then(gathered, lambda y: move_back(y, dim))
-
-
-def gather_signature(
-    op: str, front: Tensor, sizes: Sizes, detail: str, root: int = -1
-) -> CallSignature:
-    """Return the signature of a call that gathers the rows of `front`."""
-    return CallSignature(
-        op,
-        *consistency.tensor_fields(front),
-        root=root,
-        detail=f"{detail}, {sizes_text(sizes)}",
-        ragged=sizes is not None,
-    )
+    return operation.run(check, async_op)
 
 
 @overload
@@ -188,21 +216,41 @@ def reduce_scatter(
     front, dim = move_to_front(x, dim)
     split = sizes_of_split(sizes, front, dim, group, names=("sizes", "x"))
     known = None if sizes is None or len(set(split)) == 1 else split
-    result = run_checked(
-        group,
+    plan = reduce_with(reduction, ReduceScatter(group, known, reduction == "avg"))
+    operation = Operation(
         front,
-        check,
+        group,
         lambda: CallSignature(
             "reduce_scatter",
-            *consistency.tensor_fields(front),
+            *tensor_fields(front),
             reduce=reduction,
             detail=f"dim={dim}, sizes={known}",
         ),
-        lambda x, context: apply_reduction(
-            ReduceScatter(group, known, reduction == "avg"), x, reduction, context, async_op
-        ),
+        lambda x, peers: plan,
+        lambda _, y: y.reshape(()) if scalars else move_back(y, dim),
     )
-    return then(result, lambda y: y.reshape(()) if scalars else move_back(y, dim))
+    return operation.run(check, async_op)
+
+
+@dataclass(frozen=True)
+class _AllGatherList(AllGather):
+    """AllGather whose result is a tensor for each rank."""
+
+    scalars: bool = False
+
+    def apply(self, x: Tensor, context: CheckContext = UNCHECKED) -> Any:
+        if compiling(x) or is_transformed():
+            return self._unstacked(x, super().apply(x, context))
+        own = x.reshape(()) if self.scalars else x
+        if graph_is_needed(own):
+            return _apply_list(own, self, context)
+        return wire.all_gather_list(own, self.sizes, self.group)
+
+    def apply_async(self, x: Tensor, context: CheckContext = UNCHECKED) -> Handle[Any]:
+        return super().apply_async(x, context).then(lambda y: self._unstacked(x, y))
+
+    def _unstacked(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return unstack(y, self.sizes or (x.shape[0],) * self.group.size(), self.scalars)
 
 
 class _GatherList(Function):
@@ -219,7 +267,7 @@ class _GatherList(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         cotangent = torch.stack(cotangents) if ctx.scalars else concat(cotangents)
         with ctx.check.backward(cotangent):
-            gradient = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
+            gradient = ctx.plan.adjoint().apply(cotangent, ctx.check)
         return gradient.reshape(()) if ctx.scalars else gradient, None, None
 
 
@@ -272,28 +320,17 @@ def all_gather_list(
     group = resolve_group(group)
     scalars = not x.dim()
     front = x.reshape(1) if scalars else x
-    detail = "list of 0-d tensors" if scalars else "list"
+    kind = "list of 0-d tensors" if scalars else "list"
 
-    def start(front: Tensor, context: CheckContext) -> Any:
+    def plan(front: Tensor, peers: Peers) -> _AllGatherList:
         known = resolve_sizes(sizes, front.shape[0], group)
         if scalars and known is not None:
             if set(known) != {1}:
                 raise ArgumentError(f"sizes is {list(known)}: x is 0-d, which counts as size 1")
             known = None
-        plan = AllGather(group, known)
-        if async_op or compiling(x) or is_transformed():
-            rows = known or (front.shape[0],) * group.size()
-            gathered = apply_or_start(plan, front, context, async_op)
-            return then(gathered, lambda y: unstack(y, rows, scalars))
-        own = front.reshape(()) if scalars else front
-        if graph_is_needed(own):
-            return _apply_list(own, plan, context)
-        return wire.all_gather_list(own, known, group)
+        return _AllGatherList(group, known, scalars=scalars)
 
-    return run_checked(
-        group,
-        front,
-        check,
-        lambda: gather_signature("all_gather", front, sizes, detail),
-        start,
+    operation = Operation(
+        front, group, lambda: gather_signature("all_gather", front, sizes, kind), plan
     )
+    return operation.run(check, async_op)

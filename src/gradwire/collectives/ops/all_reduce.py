@@ -8,26 +8,56 @@ and `all_reduce(..., invariant=True)` converts to them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.args.validation import check_dense, resolve_group
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
-from gradwire.collectives.autograd.linear_collective import apply_linear
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import apply_reduction
-from gradwire.collectives.ops.plans import AllReduce, Invariant, Vary
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.arguments import check_dense, resolve_group
+from gradwire.collectives.consistency import tensor_fields
+from gradwire.collectives.handles import Async, Handle, Sync
+from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
+from gradwire.collectives.operation import Operation, Plan
+from gradwire.collectives.ops.reductions import AllReduce, reduce_with
+from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class Invariant(LinearCollective):
+    """Sum or average that all ranks use in the same way, so that backward sends nothing."""
+
+    average: bool = False
+    name = "psum_invariant"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return wire.all_reduce(x, "avg" if self.average else "sum", self.group, blocking)
+
+    def adjoint(self) -> Vary:
+        return Vary(self.group, self.average)
+
+
+@register_plan
+@dataclass(frozen=True)
+class Vary(LinearCollective):
+    """Identity on a value that is equal on all ranks, and used differently on each."""
+
+    average: bool = False
+    name = "vary"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return divided(self, wire.done(wire.contiguous_copy(x)))
+
+    def adjoint(self) -> Invariant:
+        return Invariant(self.group, self.average)
 
 
 @overload
@@ -88,26 +118,20 @@ def all_reduce(
     x, reduction = reducible(x, op)
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: use it with sum or avg only")
-
     average = reduction == "avg"
-
-    def start(x: Tensor, context: CheckContext) -> Any:
-        if invariant:
-            return apply_or_start(Invariant(group, average), x, context, async_op)
-        return apply_reduction(AllReduce(group, average), x, reduction, context, async_op)
-
-    return run_checked(
-        group,
+    plan: Plan
+    if invariant:
+        plan = Invariant(group, average)
+    else:
+        plan = reduce_with(reduction, AllReduce(group, average))
+    detail = "invariant" if invariant else ""
+    operation = Operation(
         x,
-        check,
-        lambda: CallSignature(
-            "all_reduce",
-            *consistency.tensor_fields(x),
-            reduce=reduction,
-            detail="invariant" if invariant else "",
-        ),
-        start,
+        group,
+        lambda: CallSignature("all_reduce", *tensor_fields(x), reduce=reduction, detail=detail),
+        lambda x, peers: plan,
     )
+    return operation.run(check, async_op)
 
 
 def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
@@ -136,10 +160,8 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     check_dense(x)
     context = consistency.UNCHECKED
     if consistency.enabled(check):
-        x, context, _ = consistency.agree(
-            group, x, CallSignature("vary", *consistency.tensor_fields(x))
-        )
-    return apply_linear(Vary(group), x, context)
+        x, context, _ = consistency.agree(group, x, CallSignature("vary", *tensor_fields(x)))
+    return Vary(group).apply(x, context)
 
 
 def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
@@ -164,6 +186,6 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
         consistency.agree(
             group,
             x,
-            CallSignature("invariant", *consistency.tensor_fields(x), detail=consistency.digest(x)),
+            CallSignature("invariant", *tensor_fields(x), detail=consistency.digest(x)),
         )
     return x.clone(memory_format=torch.contiguous_format)

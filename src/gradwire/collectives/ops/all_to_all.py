@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.sizes import (
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import (
     equal_sizes,
     move_back,
     move_to_front,
     pieces_of,
+    resolve_group,
     sizes_of_split,
     valid_dim,
     valid_sizes,
 )
-from gradwire.collectives.args.validation import resolve_group
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
-from gradwire.collectives.autograd.unstack import concat, unstack
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.plans import AllToAll
-from gradwire.collectives.wire.movement import exchange_ints
+from gradwire.collectives.autograd import concat, unstack
+from gradwire.collectives.consistency import tensor_fields
+from gradwire.collectives.handles import Async, Handle, Sync
+from gradwire.collectives.linear_collective import LinearCollective, register_plan
+from gradwire.collectives.operation import Operation, Peers
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class AllToAll(LinearCollective):
+    """Exchange of rows between all ranks; equal numbers if the splits are None.
+
+    Both splits are given, or neither. Without splits, the result has as many rows as the input.
+    """
+
+    input_splits: tuple[int, ...] | None = None
+    output_splits: tuple[int, ...] | None = None
+    name = "all_to_all"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return wire.all_to_all(x, self.input_splits, self.output_splits, self.group, blocking)
+
+    def adjoint(self) -> AllToAll:
+        return AllToAll(self.group, self.output_splits, self.input_splits)
+
+    def rows(self, rows: int) -> int:
+        return rows if self.output_splits is None else sum(self.output_splits)
 
 
 class _Splits(TypedDict, total=False):
@@ -116,63 +138,59 @@ def all_to_all(
     if out_dim != split_dim and output_splits is not None:
         raise ArgumentError("output_splits is given, and concat_dim is not split_dim: omit one")
     detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"
-    rows, received = _exchange_rows(front, send, output_splits, detail, group, async_op, check)
+    operation = _exchange(front, group, send, output_splits, detail)
     if out_dim == split_dim:
-        return then(rows, lambda y: move_back(y, split_dim))
-    world = group.size()
-
-    def concatenated(y: Tensor) -> Tensor:
-        # A list of sizes, because split(0) returns a single piece.
-        pieces = y.split([y.shape[0] // world] * world if received is None else list(received))
-        return torch.cat([piece.movedim(0, split_dim) for piece in pieces], out_dim)
-
-    return then(rows, concatenated)
+        operation.finish = lambda _, y: move_back(y, split_dim)
+    else:
+        operation.finish = lambda plan, y: _concatenated(plan, y, split_dim, out_dim)
+    return operation.run(check, async_op)
 
 
-def _exchange_rows(
+def _concatenated(plan: AllToAll, y: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    """Concatenate the received pieces along another dim than the one that was split."""
+    world = plan.group.size()
+    # A list of sizes, because split(0) returns a single piece.
+    pieces = y.split(list(plan.output_splits or [y.shape[0] // world] * world))
+    return torch.cat([piece.movedim(0, split_dim) for piece in pieces], concat_dim)
+
+
+def _exchange(
     rows: Tensor,
+    group: ProcessGroup,
     send: tuple[int, ...] | None,
     output_splits: Sequence[int] | None,
     detail: str,
-    group: ProcessGroup,
-    async_op: bool,
-    check: bool | None,
-) -> tuple[Any, tuple[int, ...] | None]:
-    """Exchange rows; return them or a handle, and the numbers received, None if they are equal.
-
-    `send` is None if the caller gave no splits. Ranks then exchange sizes only with checks on.
-    """
+) -> Operation:
+    """Return the operation that exchanges rows; `send` is None if the caller gave no splits."""
+    equal = send or equal_sizes(rows.shape[0], group, "x")
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
 
-    def describe() -> CallSignature:
-        return CallSignature(
+    def plan(rows: Tensor, peers: Peers) -> AllToAll:
+        if peers is None:
+            known = receive
+            if send is not None and receive is None:
+                known = tuple(wire.exchange_ints(send, group))
+            return AllToAll(group, send, known)
+        # Ranks may have different numbers of rows without splits, too.
+        if send is None and all(peer.send == peers[0].send for peer in peers):
+            return AllToAll(group)
+        return AllToAll(group, equal, tuple(peer.send[group.rank()] for peer in peers))
+
+    return Operation(
+        rows,
+        group,
+        lambda: CallSignature(
             "all_to_all",
-            *consistency.tensor_fields(rows),
+            *tensor_fields(rows),
             detail=detail,
             ragged=True,
-            send=send or equal_sizes(rows.shape[0], group, "x"),
+            send=equal,
             receive=receive or (),
-        )
-
-    requested = consistency.requested(check)
-    if requested:
-        rows, context, peers = consistency.agree(group, rows, describe())
-        # Ranks may have different numbers of rows without splits, too.
-        if send is not None or any(peer.send != peers[0].send for peer in peers):
-            send = send or equal_sizes(rows.shape[0], group, "x")
-            receive = tuple(peer.send[group.rank()] for peer in peers)
-        return apply_or_start(AllToAll(group, send, receive), rows, context, async_op), receive
-
-    def start(rows: Tensor, context: CheckContext) -> Any:
-        nonlocal receive
-        if send is not None and output_splits is None:
-            receive = tuple(exchange_ints(send, group))
-        return apply_or_start(AllToAll(group, send, receive), rows, context, async_op)
-
-    result = run_checked(group, rows, requested, describe, start)
-    return result, receive
+        ),
+        plan,
+    )
 
 
 def _exchange_list(
@@ -184,8 +202,6 @@ def _exchange_list(
 ) -> Any:
     pieces, _, scalars = pieces_of(xs, 0, group, "x")
     send = tuple(len(piece) for piece in pieces)
-    rows, receive = _exchange_rows(
-        concat(pieces), send, output_splits, "list", group, async_op, check
-    )
-    assert receive is not None
-    return then(rows, lambda y: unstack(y, receive, scalars))
+    operation = _exchange(concat(pieces), group, send, output_splits, "list")
+    operation.finish = lambda plan, y: unstack(y, plan.output_splits, scalars)
+    return operation.run(check, async_op)

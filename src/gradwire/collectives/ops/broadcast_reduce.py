@@ -3,31 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.args.validation import (
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.arguments import (
     check_dense,
     check_has_data,
     refuse_in_transforms,
     resolve_group,
     root_of,
 )
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext, Refusal
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import apply_reduction
-from gradwire.collectives.ops.plans import Broadcast, Reduce
-from gradwire.collectives.wire.backends import placeholder
+from gradwire.collectives.consistency import CheckContext, Refusal, tensor_fields
+from gradwire.collectives.handles import Async, Handle, Sync
+from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.ops.reductions import ReductionCollective, reduce_with
+from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class Broadcast(LinearCollective):
+    """Root's tensor on every rank; inputs of other ranks are not read."""
+
+    root: int
+    average: bool = False
+    name = "broadcast"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return divided(self, wire.broadcast(x, self.root, self.group, blocking))
+
+    def adjoint(self) -> Reduce:
+        return Reduce(self.group, self.root, self.average)
+
+
+@register_plan
+@dataclass(frozen=True)
+class Reduce(ReductionCollective):
+    """Sum or average on the root, zeros on other ranks."""
+
+    root: int
+    average: bool = False
+    name = "reduce"
+
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> wire.Pending:
+        return wire.reduce(x, self.root, op, self.group, blocking)
+
+    def adjoint(self) -> Broadcast:
+        return Broadcast(self.group, self.root, self.average)
 
 
 @overload
@@ -91,15 +123,14 @@ def reduce(
     group = resolve_group(group)
     root = root_of(group, dst, group_dst, "dst")
     x, reduction = reducible(x, op)
-    return run_checked(
-        group,
+    plan = reduce_with(reduction, Reduce(group, root, reduction == "avg"))
+    operation = Operation(
         x,
-        check,
-        lambda: CallSignature("reduce", *consistency.tensor_fields(x), reduce=reduction, root=root),
-        lambda x, context: apply_reduction(
-            Reduce(group, root, reduction == "avg"), x, reduction, context, async_op
-        ),
+        group,
+        lambda: CallSignature("reduce", *tensor_fields(x), reduce=reduction, root=root),
+        lambda x, peers: plan,
     )
+    return operation.run(check, async_op)
 
 
 @overload
@@ -171,18 +202,19 @@ def broadcast(
         if not requested or group.rank() != root:
             raise
         given = Refusal(type(error), str(error))
-    op = Broadcast(group, root)
+    plan = Broadcast(group, root)
     if requested:
         y, context = _agree(given, root, group)
-        return apply_or_start(op, _off_meta(y, group), context, async_op)
+        y = _off_meta(y, group)
+        return plan.apply_async(y, context) if async_op else plan.apply(y, context)
     assert isinstance(given, Tensor)
-    return run_checked(
-        group,
+    operation = Operation(
         _off_meta(given, group),
-        requested,
-        lambda: CallSignature("broadcast", *consistency.tensor_fields(given), root=root),
-        lambda x, context: apply_or_start(op, x, context, async_op),
+        group,
+        lambda: CallSignature("broadcast", *tensor_fields(given), root=root),
+        lambda x, peers: plan,
     )
+    return operation.run(requested, async_op)
 
 
 def _agree(
@@ -192,7 +224,7 @@ def _agree(
     own = x if isinstance(x, Tensor) else None
     refusal = x if isinstance(x, Refusal) else None
     if own is not None:
-        call = CallSignature("broadcast", *consistency.tensor_fields(own), root=root)
+        call = CallSignature("broadcast", *tensor_fields(own), root=root)
     else:
         shape = None if x is None or isinstance(x, Refusal) else tuple(x)
         call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)
@@ -205,7 +237,7 @@ def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
     if not x.is_meta:
         return x
     refuse_in_transforms("x on meta", "give a tensor with the same transforms as the root's")
-    return placeholder(x.shape, x.dtype, x.requires_grad, group)
+    return wire.placeholder(x.shape, x.dtype, x.requires_grad, group)
 
 
 def _tensor_or_shape(x: object, at_root: bool, checked: bool) -> Tensor | Sequence[int] | None:

@@ -1,4 +1,4 @@
-"""Collectives of many tensors, with one message for each dtype and device.
+"""Collectives of many tensors, with one message for each dtype and device, and of objects.
 
 The tensors of a tree are flattened and concatenated, one collective runs on the result, and
 PyTorch's differentiable operations split it again. The gradient of a leaf without a cotangent is
@@ -8,6 +8,7 @@ zero.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -20,14 +21,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire._containers import flatten_one_level
-from gradwire.collectives.args.reductions import Op
-from gradwire.collectives.args.sizes import equal_sizes
-from gradwire.collectives.args.validation import check_dense, resolve_group
-from gradwire.collectives.autograd.unstack import concat
-from gradwire.collectives.checks.call_signature import detailed
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import check_dense, equal_sizes, resolve_group
+from gradwire.collectives.autograd import concat
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
+from gradwire.collectives.reduce_ops import Op
+from gradwire.collectives.signature import detailed
 from gradwire.errors import ArgumentError
 
 
@@ -63,7 +64,7 @@ def all_reduce_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         {'a': tensor([2., 2.]), 'b': tensor(6)}
     """
-    return _elementwise(
+    return _coalesced(
         tree, check, lambda flat, check: all_reduce(flat, op, group=group, check=check)
     )
 
@@ -97,7 +98,7 @@ def reduce_coalesced(
     def move(flat: Tensor, check: bool | None) -> Tensor:
         return reduce(flat, dst, op, group_dst=group_dst, group=group, check=check)
 
-    return _elementwise(tree, check, move)
+    return _coalesced(tree, check, move)
 
 
 def broadcast_coalesced(
@@ -131,7 +132,7 @@ def broadcast_coalesced(
     def move(flat: Tensor, check: bool | None) -> Tensor:
         return broadcast(flat, src, group_src=group_src, group=group, check=check)
 
-    return _elementwise(tree, check, move)
+    return _coalesced(tree, check, move)
 
 
 def all_gather_coalesced(
@@ -161,9 +162,8 @@ def all_gather_coalesced(
     return _coalesced(
         tree,
         check,
-        lambda leaf: leaf.reshape(-1),
         lambda flat, check: all_gather(flat, stack=True, group=group, check=check),
-        lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
+        shape=lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
     )
 
 
@@ -198,25 +198,40 @@ def reduce_scatter_coalesced(
     return _coalesced(
         tree,
         check,
-        by_rank,
         lambda flat, check: reduce_scatter(flat, op, group=group, check=check)[0],
+        by_rank,
         lambda leaf: (leaf.shape[0] // world, *leaf.shape[1:]),
     )
 
 
-def _elementwise(
-    tree: Any, check: bool | None, move: Callable[[Tensor, bool | None], Tensor]
-) -> Any:
-    """Run a collective that preserves shapes."""
-    return _coalesced(tree, check, lambda leaf: leaf.reshape(-1), move, lambda leaf: leaf.shape)
+def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[Any]:
+    """Gather the Python objects of all ranks, on every rank.
+
+    Objects are pickled: receive them only from ranks that run code you trust.
+
+    Args:
+        obj: Object that can be pickled.
+        group: Process group; the default group if None.
+
+    Example:
+        >>> from gradwire.collectives import all_gather_object
+        >>> run_ranks(lambda: all_gather_object({"rank": dist.get_rank()}), world_size=2)
+        [[{'rank': 0}, {'rank': 1}], [{'rank': 0}, {'rank': 1}]]
+    """
+    group = resolve_group(group)
+    data = bytearray(pickle.dumps(obj))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(wire.device_of(group))
+    sizes = [count for (count,) in wire.gather_ints([len(own)], group)]
+    pieces = wire.all_gather(own, sizes, group, blocking=True).wait().cpu().split(sizes)
+    return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
 def _coalesced(
     tree: Any,
     check: bool | None,
-    flatten: Callable[[Tensor], Tensor],
     move: Callable[[Tensor, bool | None], Tensor],
-    shape: Callable[[Tensor], Sequence[int]],
+    flatten: Callable[[Tensor], Tensor] = lambda leaf: leaf.reshape(-1),
+    shape: Callable[[Tensor], Sequence[int]] = lambda leaf: leaf.shape,
 ) -> Any:
     """Run a collective on a tree's tensors, once for each dtype and device, in order of occurrence.
 
@@ -225,8 +240,8 @@ def _coalesced(
     Args:
         tree: Nested containers of tensors.
         check: True to compare the call with the other ranks first.
-        flatten: Function that returns a leaf's elements in one row, or in one row per rank.
         move: Function that runs the collective on the leaves, concatenated along the last dim.
+        flatten: Function that returns a leaf's elements in one row, or in one row per rank.
         shape: Function that returns the shape of a leaf's result.
     """
     names, leaves, unflatten, has_context = flatten_tree(tree)
@@ -238,7 +253,8 @@ def _coalesced(
     for indices in kinds.values():
         own = [leaves[i] for i in indices]
         rows = [flatten(leaf) for leaf in own]
-        with detailed(partial(leaves_text, [names[i] for i in indices], own)):
+        pairs = [(names[i], leaves[i]) for i in indices]
+        with detailed(partial(_described, pairs)):
             # A node's context may determine the order of the leaves; only a check compares it.
             moved = move(concat(rows, rows[0].dim() - 1), has_context or check)
         pieces = moved.split([row.shape[-1] for row in rows], -1)
@@ -326,7 +342,5 @@ def _text(key: Any) -> str:
     return f"<{type(key).__name__}>"
 
 
-def leaves_text(names: Sequence[str], leaves: Sequence[Tensor]) -> str:
-    """Return the names and shapes of leaves as text, for ranks to compare."""
-    pairs = zip(names, leaves, strict=True)
-    return "leaves " + ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in pairs)
+def _described(leaves: Sequence[tuple[str, Tensor]]) -> str:
+    return "leaves " + ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves)

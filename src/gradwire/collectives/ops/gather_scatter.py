@@ -7,29 +7,71 @@ that all ranks record the same graph. scatter does not read it, and gather fills
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.sizes import (
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.arguments import (
     Sizes,
     move_back,
     move_to_front,
+    refuse_in_transforms,
+    resolve_group,
     resolve_sizes,
+    root_of,
 )
-from gradwire.collectives.args.validation import refuse_in_transforms, resolve_group, root_of
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.consistency import CheckContext, Refusal
-from gradwire.collectives.ops.all_gather_reduce_scatter import gather_signature
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.plans import Gather, Scatter
+from gradwire.collectives.consistency import Refusal, gather_signature
+from gradwire.collectives.handles import Async, Handle, Sync, then
+from gradwire.collectives.linear_collective import LinearCollective, register_plan
+from gradwire.collectives.operation import Operation, Peers
 from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class Gather(LinearCollective):
+    """Rows of all ranks on the root, `other_rows` rows of zeros on other ranks."""
+
+    root: int
+    sizes: tuple[int, ...]
+    other_rows: int
+    name = "gather"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return wire.gather(x, self.root, self.sizes, self.other_rows, self.group, blocking)
+
+    def adjoint(self) -> Scatter:
+        return Scatter(self.group, self.root, self.sizes, self.other_rows)
+
+    def rows(self, rows: int) -> int:
+        return sum(self.sizes) if self.group.rank() == self.root else self.other_rows
+
+
+@register_plan
+@dataclass(frozen=True)
+class Scatter(LinearCollective):
+    """Root's rows, scattered; inputs of other ranks, of `other_rows` rows, are not read."""
+
+    root: int
+    sizes: tuple[int, ...]
+    other_rows: int
+    name = "scatter"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return wire.scatter(x, self.root, self.sizes, self.group, blocking)
+
+    def adjoint(self) -> Gather:
+        return Gather(self.group, self.root, self.sizes, self.other_rows)
+
+    def rows(self, rows: int) -> int:
+        return self.sizes[self.group.rank()]
 
 
 @overload
@@ -101,19 +143,19 @@ def gather(
     root = root_of(group, dst, group_dst, "dst")
     front, dim = move_to_front(x, dim, stack)
 
-    def start(front: Tensor, context: CheckContext) -> Any:
+    def plan(front: Tensor, peers: Peers) -> Gather:
         rows = front.shape[0]
         known = resolve_sizes(sizes, rows, group) or (rows,) * group.size()
-        return apply_or_start(Gather(group, root, known, sum(known)), front, context, async_op)
+        return Gather(group, root, known, sum(known))
 
-    gathered = run_checked(
-        group,
+    operation = Operation(
         front,
-        check,
+        group,
         lambda: gather_signature("gather", front, sizes, f"dim={dim}", root),
-        start,
+        plan,
+        lambda _, y: move_back(y, dim),
     )
-    return then(gathered, lambda y: move_back(y, dim))
+    return operation.run(check, async_op)
 
 
 @overload
@@ -211,6 +253,7 @@ def scatter(
         resolve_sizes(source.sizes, source.expected_rows, group)
     if group.rank() != root and like is None:
         source = source.attach_to(xs)
-    op = Scatter(group, root, source.sizes, len(source.rows))
-    result = apply_or_start(op, source.rows, context, async_op)
+    plan = Scatter(group, root, source.sizes, len(source.rows))
+    rows = source.rows
+    result = plan.apply_async(rows, context) if async_op else plan.apply(rows, context)
     return then(result, lambda y: y.reshape(()) if source.scalars else move_back(y, source.dim))

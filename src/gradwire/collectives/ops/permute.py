@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.sizes import valid_dim
-from gradwire.collectives.args.validation import check_dense, resolve_group
-from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
-from gradwire.collectives.autograd.unstack import concat
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.plans import Permute
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.arguments import check_dense, resolve_group, valid_dim
+from gradwire.collectives.autograd import concat
+from gradwire.collectives.consistency import tensor_fields
+from gradwire.collectives.handles import Async, Handle, Sync
+from gradwire.collectives.linear_collective import LinearCollective, register_plan
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@register_plan
+@dataclass(frozen=True)
+class Permute(LinearCollective):
+    """Tensors sent along (source, destination) pairs; zeros on ranks that receive nothing."""
+
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        if x.numel() == 0:
+            return wire.done(wire.contiguous_copy(x))
+        rank, world = self.group.rank(), self.group.size()
+        send, receive = [0] * world, [0] * world
+        for source, destination in self.pairs:
+            if source == rank:
+                send[destination] = 1
+            if destination == rank:
+                receive[source] = 1
+        row = x.unsqueeze(0)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, blocking)
+
+        def finish() -> Tensor:
+            rows = pending.wait()
+            if len(rows):
+                # `.data`, because a view could not be modified in place: autograd does not know its
+                # base.
+                return rows[0].data
+            return wire.zeros_like(x)
+
+        return wire.Pending((), finish)
+
+    def adjoint(self) -> Permute:
+        pairs = tuple((destination, source) for source, destination in self.pairs)
+        return Permute(self.group, pairs)
 
 
 @overload
@@ -133,13 +170,14 @@ def _permuted(
     check: bool | None,
 ) -> Any:
     check_dense(x)
-    return run_checked(
-        group,
+    plan = Permute(group, moves)
+    operation = Operation(
         x,
-        check,
-        lambda: CallSignature(name, *consistency.tensor_fields(x), detail=f"pairs={moves}"),
-        lambda x, context: apply_or_start(Permute(group, moves), x, context, async_op),
+        group,
+        lambda: CallSignature(name, *tensor_fields(x), detail=f"pairs={moves}"),
+        lambda x, peers: plan,
     )
+    return operation.run(check, async_op)
 
 
 def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:
@@ -201,7 +239,7 @@ def halo_exchange(
     if consistency.enabled(check):
         call = CallSignature(
             "halo_exchange",
-            *consistency.tensor_fields(x.movedim(dim, 0)),
+            *tensor_fields(x.movedim(dim, 0)),
             detail=f"widths={(before, after)}, dim={dim}, wrap={wrap}",
             ragged=True,
         )

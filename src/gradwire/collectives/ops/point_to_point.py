@@ -7,7 +7,8 @@ the backwards of the calls on every rank in exactly the reverse order.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -17,10 +18,48 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
-from gradwire.collectives.args.validation import check_dense, resolve_group, root_of
-from gradwire.collectives.autograd.linear_collective import apply_linear
-from gradwire.collectives.ops.plans import SendReceive
+from gradwire.collectives.arguments import check_dense, resolve_group, root_of
+from gradwire.collectives.linear_collective import LinearCollective, register_plan
 from gradwire.errors import ArgumentError
+
+
+@register_plan
+@dataclass(frozen=True)
+class SendReceive(LinearCollective):
+    """Tensor sent to one rank, and one received from another; zeros if there is no source."""
+
+    destination: int | None
+    source: int | None
+    name = "send_recv"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        sent = None if self.destination is None else wire.send(x, self.destination, self.group)
+        received = None if self.source is None else wire.receive(x, self.source, self.group)
+
+        def finish() -> Tensor:
+            result = wire.zeros_like(x) if received is None else received.wait()
+            if sent is not None:
+                sent.wait()
+            return result
+
+        return wire.Pending((), finish)
+
+    def adjoint(self) -> SendReceive:
+        return SendReceive(self.group, self.source, self.destination)
+
+
+@register_plan
+class Barrier(LinearCollective):
+    """Identity that waits for all ranks in both passes."""
+
+    name = "barrier"
+
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        wire.barrier(self.group)
+        return wire.done(wire.contiguous_copy(x))
+
+    def adjoint(self) -> Barrier:
+        return self
 
 
 class _Send(Function):
@@ -252,7 +291,34 @@ def send_recv(
     for rank, name in ((to, "dst"), (source, "src")):
         if rank is not None:
             _other(group, rank, name)
-    return apply_linear(SendReceive(group, to, source), x)
+    return SendReceive(group, to, source).apply(x)
+
+
+@overload
+def barrier(x: None = ..., *, group: ProcessGroup | None = ...) -> None: ...
+@overload
+def barrier(x: Tensor, *, group: ProcessGroup | None = ...) -> Tensor: ...
+def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor | None:
+    """Block until every rank of the group has called this function.
+
+    Args:
+        x: Tensor to copy to the result. Computation on the result runs after the barrier in
+            forward, and before it in backward.
+        group: Process group; the default group if None.
+
+    Adjoint: the identity, after a barrier.
+
+    Example:
+        >>> from gradwire.collectives import barrier
+        >>> run_ranks(barrier, world_size=2)
+        [None, None]
+    """
+    group = resolve_group(group)
+    if x is not None:
+        check_dense(x)
+        return Barrier(group).apply(x)
+    wire.barrier(group)
+    return None
 
 
 def _token(token: Tensor | None) -> Tensor:

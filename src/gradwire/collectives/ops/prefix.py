@@ -8,20 +8,21 @@ results. No temporary is larger than the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.reductions import check_reducible
-from gradwire.collectives.args.validation import resolve_group
-from gradwire.collectives.autograd.linear_collective import apply_linear
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import UNCHECKED, CheckContext
-from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.plans import AllToAll
-from gradwire.collectives.wire import split_sizes
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import resolve_group
+from gradwire.collectives.consistency import UNCHECKED, CheckContext, tensor_fields
+from gradwire.collectives.handles import Handle
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.ops.all_to_all import AllToAll
+from gradwire.collectives.reduce_ops import check_reducible
+from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
 _OPS = ("sum", "max", "min", "product")
@@ -97,13 +98,28 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
         raise ArgumentError(f"op is {op!r}: for {name}, give one of {', '.join(_OPS)}")
     reduction = _up_to if name == "scan" else _before
     check_reducible(x, op, reduction)
-    return run_checked(
-        group,
+    plan = _Prefix(group, lambda pieces: reduction(pieces, op))
+    operation = Operation(
         x,
-        check,
-        lambda: CallSignature(name, *consistency.tensor_fields(x), reduce=op),
-        lambda x, context: combine(x, group, lambda pieces: reduction(pieces, op), context),
+        group,
+        lambda: CallSignature(name, *tensor_fields(x), reduce=op),
+        lambda x, peers: plan,
     )
+    return cast(Tensor, operation.run(check))
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """Plan of a function of all ranks' values of each element: see `combine`."""
+
+    group: ProcessGroup
+    fn: Callable[[Tensor], Tensor]
+
+    def apply(self, x: Tensor, context: CheckContext) -> Tensor:
+        return combine(x, self.group, self.fn, context)
+
+    def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
+        raise NotImplementedError
 
 
 def _up_to(pieces: Tensor, op: str) -> Tensor:
@@ -162,14 +178,14 @@ def combine(
     world = group.size()
     flat = x.reshape(-1)
     if flat.shape[0] % world:
-        sizes = split_sizes(flat.shape[0], world)
+        sizes = wire.split_sizes(flat.shape[0], world)
         mine = (sizes[group.rank()],) * world
         to_shards, from_shards = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
     else:
         to_shards = from_shards = AllToAll(group)
-    pieces = apply_linear(to_shards, flat, context)
+    pieces = to_shards.apply(flat, context)
     pieces = fn(pieces.reshape(world, pieces.shape[0] // world))
-    return apply_linear(from_shards, pieces.reshape(-1), context).reshape(x.shape)
+    return from_shards.apply(pieces.reshape(-1), context).reshape(x.shape)
 
 
 def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:

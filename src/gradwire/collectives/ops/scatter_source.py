@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.sizes import (
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.arguments import (
+    check_dense,
+    check_has_data,
     move_to_front,
     piece_sizes,
     pieces_of,
+    refuse_in_transforms,
     sizes_of_split,
     valid_sizes,
 )
-from gradwire.collectives.args.validation import check_dense, check_has_data, refuse_in_transforms
-from gradwire.collectives.autograd.unstack import concat
-from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext, Refusal
-from gradwire.collectives.wire.backends import placeholder
+from gradwire.collectives.autograd import concat
+from gradwire.collectives.consistency import CheckContext, Refusal
+from gradwire.collectives.signature import CallSignature
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ScatterSource:
         front, dim = rows, dim = move_to_front(like, dim)
         if like.is_meta:
             refuse_in_transforms("like on meta", "give a tensor with the same transforms as xs")
-            rows = placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
+            rows = wire.placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
         given = (front.shape[0],) * group.size()
         if sizes is not None:
             given = valid_sizes(sizes, group, "sizes")

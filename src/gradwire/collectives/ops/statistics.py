@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.reductions import check_reducible
-from gradwire.collectives.args.sizes import valid_dim
-from gradwire.collectives.args.validation import check_dense, resolve_group
-from gradwire.collectives.autograd.unstack import concat
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import check_dense, resolve_group, valid_dim
+from gradwire.collectives.autograd import concat
 from gradwire.collectives.ops.all_reduce import all_reduce
-from gradwire.collectives.wire import wider
+from gradwire.collectives.reduce_ops import check_reducible
 from gradwire.errors import ArgumentError
 
 Dims = int | Sequence[int]
@@ -222,7 +221,7 @@ def _wide(x: Tensor) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x is {x.dtype}: give floating-point or complex numbers")
     check_reducible(x, "sum")
-    return x.to(wider(x.dtype))
+    return x.to(wire.wider(x.dtype))
 
 
 def _sum_and_count(

@@ -214,6 +214,11 @@ def empty_like(x: Tensor) -> Tensor:
     return advised(torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
+def zeros_like(x: Tensor) -> Tensor:
+    """Return contiguous zeros of the shape of `x`."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
 class Pending:
     """A collective under way, whose `wait` raises the backend's errors as gradwire's.
 

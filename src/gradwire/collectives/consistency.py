@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.validation import refuse_in_transforms
-from gradwire.collectives.checks.call_signature import (
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import Sizes, refuse_in_transforms
+from gradwire.collectives.signature import (
     MAX_DIMS,
     CallSignature,
     PeerSignature,
@@ -33,8 +34,6 @@ from gradwire.collectives.checks.call_signature import (
     first_difference,
     in_full,
 )
-from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
-from gradwire.collectives.wire.movement import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import failed
 
@@ -102,10 +101,8 @@ def requested(check: bool | None) -> bool | None:
         return False  # all ranks run the same graph
     if check is None:
         check = _setting.get()
-    return _from_environment() if check is None else check
-
-
-def _from_environment() -> bool | None:
+    if check is not None:
+        return check
     value = os.environ.get(ENVIRONMENT)
     if value and value not in ("0", "1"):
         raise ArgumentError(f"the environment variable {ENVIRONMENT} is {value!r}: give 0 or 1")
@@ -211,7 +208,7 @@ def agree_with_root(
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         if x is None:
             # Requires a gradient if any rank does, so that all ranks run the same backward.
-            own = placeholder(shape, dtype, own.requires_grad, group)
+            own = wire.placeholder(shape, dtype, own.requires_grad, group)
     return own, context, peers
 
 
@@ -220,10 +217,19 @@ def tensor_fields(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, int]:
     return tuple(x.shape), x.dtype, wants_grad(x)
 
 
+def gather_signature(
+    op: str, front: Tensor, sizes: Sizes, detail: str, root: int = -1
+) -> CallSignature:
+    """Return the signature of a call that gathers the rows of `front`."""
+    listed = list(sizes) if isinstance(sizes, tuple) else sizes
+    detail, ragged = f"{detail}, sizes={listed}", sizes is not None
+    return CallSignature(op, *tensor_fields(front), root=root, detail=detail, ragged=ragged)
+
+
 def digest(x: Tensor) -> str:
     """Return a hash of the tensor's values, as text."""
-    own = dense(x.detach()).cpu()
-    data = in_bytes(own, (own.numel(),)).numpy().tobytes()
+    own = wire.dense(x.detach()).cpu()
+    data = wire.in_bytes(own, (own.numel(),)).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -253,7 +259,7 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
         MismatchError: On every rank, if the ranks disagree.
     """
     call, number, world = in_full(call), next_number(group), group.size()
-    rows = gather_ints(encode(call, number, world), group)
+    rows = wire.gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:
         _raise_mismatch(group, field, call, number)
@@ -294,7 +300,7 @@ _LONGEST = 1 << 16
 
 def gather_different(text: str, group: ProcessGroup) -> list[str]:
     """Return each rank's text; long texts are cut to the part around the first difference."""
-    size = max(size for (size,) in gather_ints([len(text.encode())], group))
+    size = max(size for (size,) in wire.gather_ints([len(text.encode())], group))
     texts = gather_texts(text, group, min(size, _LONGEST))
     columns = enumerate(zip(*texts, strict=False))
     same = next((i for i, column in columns if len({*column}) > 1), min(map(len, texts)))
@@ -304,5 +310,5 @@ def gather_different(text: str, group: ProcessGroup) -> list[str]:
 
 def gather_texts(text: str, group: ProcessGroup, size: int) -> list[str]:
     """Return each rank's text, cut to `size` bytes."""
-    everyone = gather_ints(list(text.encode()[:size].ljust(size)), group)
+    everyone = wire.gather_ints(list(text.encode()[:size].ljust(size)), group)
     return [bytes(row).decode(errors="replace").rstrip() for row in everyone]

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.args.validation import check_dense
-from gradwire.collectives.wire import reduce_locally
-from gradwire.collectives.wire.reductions import Reduction, check_computable
+from gradwire.collectives import wire
+from gradwire.collectives.arguments import check_dense
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
@@ -72,7 +71,9 @@ def _as_reduction(op: object) -> str | Premul:
     return name
 
 
-def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = reduce_locally) -> None:
+def check_reducible(
+    x: Tensor, op: str | Premul, reduction: wire.Reduction = wire.reduce_locally
+) -> None:
     """Raise if the op is not defined for the tensor's dtype, or PyTorch cannot compute it.
 
     Args:
@@ -95,7 +96,7 @@ def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = reduce_l
         raise ArgumentError(f"op is avg, tensor is {x.dtype}: convert the tensor to complex64")
     if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
         raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
-    check_computable(x, "sum" if isinstance(op, Premul) else op, reduction)
+    wire.check_computable(x, "sum" if isinstance(op, Premul) else op, reduction)
 
 
 def _premultiplied(x: Tensor, op: Premul) -> tuple[Tensor, str]:

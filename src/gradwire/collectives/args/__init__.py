@@ -1,1 +1,0 @@
-"""Validation of arguments: groups, ranks, tensors, sizes and reduction ops."""

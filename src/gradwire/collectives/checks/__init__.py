@@ -1,1 +1,0 @@
-"""Consistency checks: ranks compare their calls before any data is sent."""
