@@ -29,10 +29,9 @@ from gradwire.hooks.stateful import (
     CommHook,
     DelegatingHook,
     HookReturn,
+    PicklesGroups,
     StatefulHook,
     bind_hook,
-    group_from,
-    name_if_group,
 )
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -41,7 +40,7 @@ _divisions = itertools.count(1)
 """Counter of calls in this process. The first rank's count is part of the new groups' names."""
 
 
-class HostGroups:
+class HostGroups(PicklesGroups):
     """Two groups of this rank, for collectives in two levels.
 
     Args:
@@ -59,12 +58,6 @@ class HostGroups:
     ) -> None:
         self.whole, self.inside, self.between = check_group(whole), check_group(inside), between
         self.hosts = hosts
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: name_if_group(value) for name, value in self.__dict__.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: group_from(value) for name, value in state.items()})
 
 
 def host_groups(

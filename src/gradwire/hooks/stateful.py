@@ -87,10 +87,20 @@ def group_from(value: Any) -> Any:
     return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
 
 
+class PicklesGroups:
+    """Base of objects whose process groups are replaced by their names in a pickle."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: name_if_group(value) for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: group_from(value) for name, value in state.items()})
+
+
 S = TypeVar("S")
 
 
-class StatefulHook(ABC, Generic[S]):
+class StatefulHook(PicklesGroups, ABC, Generic[S]):
     """Communication hook as an object, which also reads its own results.
 
     Register it without a separate state: `model.register_comm_hook(None, hook)`. Like every hook,
@@ -183,12 +193,6 @@ class StatefulHook(ABC, Generic[S]):
     def __call__(self, state: None, bucket: Any, /) -> Any:
         """Run the hook as a function of a state, which is ignored, and a bucket."""
         return self.run_hook(bucket)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: name_if_group(value) for name, value in self.__dict__.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: group_from(value) for name, value in state.items()})
 
 
 class _FunctionHook(StatefulHook[Any]):

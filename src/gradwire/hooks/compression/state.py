@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from gradwire.errors import ArgumentError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression.wire import Traffic
-from gradwire.hooks.stateful import group_from, name_if_group
+from gradwire.hooks.stateful import PicklesGroups
 
 
-class CompressorState:
+class CompressorState(PicklesGroups):
     """State of a compressing hook of one module, on this rank. It differs between ranks.
 
     Args:
@@ -78,12 +78,6 @@ class CompressorState:
         for use, memory in self.memories.items():
             memory.load_state_dict(saved["memories"][use])
         self.bases = {name: tensor.clone() for name, tensor in saved["bases"].items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: name_if_group(value) for name, value in self.__dict__.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: group_from(value) for name, value in state.items()})
 
 
 class ParameterMemory:
