@@ -17,9 +17,6 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 Sizes = Sequence[int] | Literal["find"] | None
 """Number of rows of each rank; "find" gathers them; None if all ranks have the same number."""
 
-KnownSizes = tuple[int, ...] | None
-"""Number of rows of each rank; None if all ranks have the same number."""
-
 
 def check_dense(x: object, name: str = "x") -> None:
     """Raise unless `x` is a strided tensor.
@@ -92,7 +89,7 @@ def refuse_split(x: Tensor) -> None:
         raise NotSupportedError("async_op=True with a tangent: use async_op=False there")
 
 
-def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> KnownSizes:
+def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ...] | None:
     """Return the ranks' sizes, or None if all are equal.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Generic, Literal, TypedDict, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -74,11 +74,6 @@ class Handle(Generic[T]):
                 ResourceWarning,
                 stacklevel=2,
             )
-
-
-def then(result: Any, fn: Callable[[Any], Any]) -> Any:
-    """Apply `fn` to a result, now or, given a handle, when it is waited for."""
-    return result.then(fn) if isinstance(result, Handle) else fn(result)
 
 
 class _Options(TypedDict, total=False):

@@ -24,7 +24,7 @@ from gradwire.collectives.arguments import (
     root_of,
 )
 from gradwire.collectives.consistency import Refusal, gather_signature
-from gradwire.collectives.handles import Async, Handle, Sync, then
+from gradwire.collectives.handles import Async, Handle, Sync
 from gradwire.collectives.linear_collective import LinearCollective, register_plan
 from gradwire.collectives.operation import Operation, Peers
 from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
@@ -255,5 +255,10 @@ def scatter(
         source = source.attach_to(xs)
     plan = Scatter(group, root, source.sizes, len(source.rows))
     rows = source.rows
-    result = plan.apply_async(rows, context) if async_op else plan.apply(rows, context)
-    return then(result, lambda y: y.reshape(()) if source.scalars else move_back(y, source.dim))
+
+    def finish(y: Tensor) -> Tensor:
+        return y.reshape(()) if source.scalars else move_back(y, source.dim)
+
+    if async_op:
+        return plan.apply_async(rows, context).then(finish)
+    return finish(plan.apply(rows, context))
