@@ -1,4 +1,4 @@
-"""Moves tensors into and out of flat buffers, with one multi-tensor call each way.
+"""Copies of tensors into and out of flat buffers, with one multi-tensor call each way.
 
 A buffer holds each tensor's elements in row-major order, whatever its strides: what one rank
 packs another may unpack into other strides. Where several dtypes share a buffer it is a buffer of
@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 def memory_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """The tensor's strides if it fills its memory without gaps or overlaps, else None.
+    """Return the tensor's strides if it fills its memory without gaps or overlaps, else None.
 
     A buffer that follows these strides has its elements in the order of the tensor's memory, so
     that copies between them run straight through.
@@ -45,7 +45,7 @@ def memory_strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _placement(like: Sequence[Tensor]) -> tuple[torch.dtype, list[int], int]:
-    """The dtype of the buffer, where each tensor starts in it and its length, in elements."""
+    """Return the dtype of the buffer, each tensor's start in it, and its length, in elements."""
     dtype = like[0].dtype if like else torch.get_default_dtype()
     offsets, end = [], 0
     if all(t.dtype == dtype for t in like):
@@ -60,7 +60,7 @@ def _placement(like: Sequence[Tensor]) -> tuple[torch.dtype, list[int], int]:
 
 
 def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False) -> list[Tensor]:
-    """Views into a packed buffer, one for each tensor of `like`, with its shape.
+    """Return views into a packed buffer, one for each tensor of `like`, with its shape.
 
     Args:
         buffer: 1-d, as `pack` makes it for tensors like these; of several dtypes contiguous.

@@ -84,7 +84,7 @@ class Channel:
         self._socket = sock
 
     def fileno(self) -> int:
-        """The descriptor, for `select`."""
+        """Return the descriptor, for `select`."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Channel:
 
 
 def load_cloudpickle() -> ModuleType:
-    """The cloudpickle module, or an error that says how to get it."""
+    """Return the cloudpickle module, or raise an error that says how to install it."""
     try:
         import cloudpickle
     except ImportError as error:

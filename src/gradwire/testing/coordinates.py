@@ -45,7 +45,7 @@ REAL, IMAGINARY = "real part", "imaginary part"
 
 
 def as_inputs(inputs: Any) -> list[Any]:
-    """The arguments of the function under test, from a sequence of them or a single tensor."""
+    """Return the arguments of the function under test, given a sequence or a single tensor."""
     if isinstance(inputs, Tensor):
         return [inputs]
     if not isinstance(inputs, Sequence):
@@ -61,12 +61,12 @@ def differentiable(value: object) -> bool:
 
 
 def variables(inputs: Sequence[Any]) -> list[int]:
-    """The indices of the inputs that the function is differentiated by."""
+    """Return the indices of the inputs that the function is differentiated by."""
     return [i for i, x in enumerate(inputs) if differentiable(x) and x.requires_grad]
 
 
 def all_coordinates(shapes_by_rank: Iterable[Sequence[Sequence[Any]]]) -> list[Coordinate]:
-    """The coordinates of all ranks, from each rank's list of (input, shape, is complex).
+    """Return the coordinates of all ranks, given each rank's (input, shape, is complex) list.
 
     Raises:
         ArgumentError: There are none.
@@ -84,25 +84,25 @@ def all_coordinates(shapes_by_rank: Iterable[Sequence[Sequence[Any]]]) -> list[C
 
 
 def entries(shape: Iterable[int], is_complex: bool) -> list[tuple[tuple[int, ...], str]]:
-    """A tensor's indices, twice for a complex one, each with the name of the part."""
+    """Yield a tensor's indices, twice for a complex one, each with the name of the part."""
     names = (REAL, IMAGINARY) if is_complex else ("",)
     return [(index, name) for index in itertools.product(*map(range, shape)) for name in names]
 
 
 def shapes(inputs: Sequence[Any]) -> list[tuple[int, list[int], bool]]:
-    """The (input, shape, is complex) of each variable of a rank, for `all_coordinates`."""
+    """Return (input, shape, is complex) of each variable of a rank, for `all_coordinates`."""
     return [(i, list(inputs[i].shape), inputs[i].is_complex()) for i in variables(inputs)]
 
 
 def parts(tensors: Iterable[Tensor]) -> list[float]:
-    """The tensors' entries as real numbers, in the order of the coordinates."""
+    """Return the tensors' entries as real numbers, in the order of the coordinates."""
     flat = [torch.view_as_real(_wide(t)) if t.is_complex() else t.detach() for t in tensors]
     # cloned: autograd's zeros may be tensors without storage
     return [number for t in flat for number in t.to(torch.float64).clone().flatten().tolist()]
 
 
 def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:
-    """Copies of the inputs, as leaves with the same strides if these are dense.
+    """Return copies of the inputs, as leaves with the same strides if these are dense.
 
     Args:
         inputs: The arguments of the function under test.
@@ -140,12 +140,12 @@ def check_outputs(counts: Iterable[int]) -> None:
 
 
 def random_like(tensors: Iterable[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Normal values, equal for equal generators on every device."""
+    """Return normal values, equal for equal generators on every device."""
     return [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in tensors]
 
 
 def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> tuple[float, float]:
-    """Re⟨a, b⟩, summed in float64, and the sum of its terms' magnitudes."""
+    """Return Re⟨a, b⟩, summed in float64, and the sum of its terms' magnitudes."""
     total = size = 0.0
     for x, y in zip(a, b, strict=True):
         if x.shape != y.shape:
@@ -166,7 +166,7 @@ def _wide(x: Tensor) -> Tensor:
 def vjp(
     outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """The vector-Jacobian product: gradients of the inputs, then of all other leaves.
+    """Return the vector-Jacobian product: gradients of the inputs, then of all other leaves.
 
     Those of inputs that no output depends on are zeros. Other leaves are differentiated too, as in
     training: autograd would skip a node that leads to them only, and the other ranks would wait for
@@ -185,7 +185,7 @@ def vjp(
 
 
 def _leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the outputs' graph, breadth first: in the same order for the same graph."""
+    """Return the leaves of the outputs' graph, breadth first: one order for the same graph."""
     found = [out for out in outputs if out.grad_fn is None]
     queue: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(queue)

@@ -33,7 +33,7 @@ class _Options:
     seed: int
 
     def far(self, have: float, want: float) -> bool:
-        """NaN is far from everything."""
+        """Return True if two numbers differ by more than the tolerances; NaN always does."""
         return not abs(have - want) <= self.atol + self.rtol * abs(want)
 
 
@@ -165,7 +165,7 @@ def _check_backward(
 def _slope(
     fn: Fn, inputs: Sequence[Any], ys: Sequence[Tensor], to: Coordinate, rank: int, eps: float
 ) -> float:
-    """This rank's share of the change of L along a coordinate of any rank."""
+    """Return this rank's share of the change of L along a coordinate of any rank."""
 
     def loss(step: float) -> float:
         def change(number: int, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _slope(
 
 
 def _gradient_of(fn: Fn, count: int) -> Fn:
-    """The gradient as a function of the inputs and the cotangents.
+    """Return the gradient as a function of the inputs and the cotangents.
 
     Of all leaves, so that a rank takes part whose own input the function does not use.
     """

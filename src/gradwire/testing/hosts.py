@@ -95,7 +95,7 @@ class Hosts:
         self._holders.clear()
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on."""
+        """Return the host that a rank is on."""
         places = [host for host, count in enumerate(self.ranks) for _ in range(count)]
         return places[rank]
 
@@ -105,7 +105,7 @@ class Hosts:
 
     @staticmethod
     def address(host: int) -> str:
-        """A host's address."""
+        """Return a host's address."""
         return f"10.83.{host // 250}.{host % 250 + 1}"
 
     def counters(self) -> list[Counters]:
@@ -171,7 +171,7 @@ def _limit(there: Sequence[str], device: str, rate: str | None) -> None:
 
 @cache
 def why_no_hosts() -> str:
-    """Why this system lets its user make no hosts; "" if it does.
+    """Return the reason why this system has no hosts; "" if hosts can be made.
 
     Example:
         >>> from gradwire.testing.hosts import why_no_hosts

@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's environment with what ranks that share a machine need."""
+    """Return this process's environment, with settings for ranks that share a machine."""
     # or Gloo resolves the host's name, for which there may be no entry
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -70,12 +70,12 @@ class Worker:
         self._close_descriptors()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors of the parent's process."""
+        """Close, in a forked child, the descriptors of the parent's process."""
         self.process.returncode = 0  # or Popen warns that it is still running
         self._close_descriptors()
 
     def exit_text(self) -> str:
-        """Description of the process's end: "exited with code 3", "was killed by SIGSEGV"."""
+        """Return how the process ended: "exited with code 3", "was killed by SIGSEGV"."""
         try:
             code = self.process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -87,7 +87,7 @@ class Worker:
         return f"was killed by signal {-code}"
 
     def new_log(self) -> str:
-        """The stderr of the process since the last call."""
+        """Return the stderr of the process since the last call."""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), size - self._relayed, self._relayed)
         self._relayed += len(text)
@@ -100,7 +100,7 @@ class Worker:
 
 
 def dump_stacks(workers: Sequence[Worker]) -> list[str]:
-    """The stacks of all threads of each worker, after what it wrote to stderr before.
+    """Return the stacks of all threads of each worker, after its earlier output to stderr.
 
     faulthandler writes them from a signal handler, whatever holds the GIL. A dump counts as
     complete when it has not grown for 0.25 s.
@@ -139,7 +139,7 @@ class Pool:
         self._workers: dict[int, Worker] = {}
 
     def take(self, count: int) -> list[Worker]:
-        """The first `count` workers, started where there are none.
+        """Return the first `count` workers, after starting those that are missing.
 
         Raises:
             DistributedError: A worker could not be started; the message quotes its stderr.
@@ -180,7 +180,7 @@ class Pool:
             self._workers.popitem()[1].kill()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors of the parent's workers."""
+        """Close, in a forked child, the descriptors of the parent's workers."""
         self.lock = threading.Lock()  # another thread of the parent may have held it
         while self._workers:
             self._workers.popitem()[1].forget()

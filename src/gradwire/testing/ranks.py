@@ -27,7 +27,7 @@ def run_ranks(
     may_die: Collection[int] = (),
     hosts: Sequence[int] | Hosts = (),
 ) -> list[Any]:
-    """Call `fn(*args)` on `world_size` ranks, each in a process of its own; the results by rank.
+    """Call `fn(*args)` on `world_size` ranks, each in its own process; return results by rank.
 
     In each process `torch.distributed` has a fresh default group with the given backend, which is
     destroyed when all ranks have returned. The processes are kept for the next call, with one
@@ -136,7 +136,7 @@ def _check(
 
 
 def _names_of(hosts: Sequence[int] | Hosts, world_size: int) -> list[str]:
-    """The name of each rank's host."""
+    """Return the name of each rank's host."""
     ranks = hosts.ranks if isinstance(hosts, Hosts) else hosts
     if not ranks:
         return [""] * world_size

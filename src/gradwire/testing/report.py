@@ -45,7 +45,7 @@ class StoreGather:
             raise
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; values are converted to JSON and back.
+        """Return every rank's value, in rank order; values are converted to JSON and back.
 
         Raises:
             PeerFailedError: Another rank's `guarded` block raised.
@@ -102,7 +102,7 @@ def check_same_options(store: StoreGather, fields: Mapping[str, Any]) -> None:
 
 
 def line(where: object, have: tuple[str, float], want: tuple[str, float]) -> str:
-    """A line of the message: an entry, and both values of its derivative."""
+    """Return a line of the message: an entry, and both values of its derivative."""
     return f"{where}: {have[0]} {have[1]:.9g}, {want[0]} {want[1]:.9g}"
 
 

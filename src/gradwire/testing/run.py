@@ -45,7 +45,7 @@ class RankError(DistributedError):
 
 
 def describe(headline: str, sections: Mapping[str, str]) -> str:
-    """A message: a headline, then a titled section for each rank."""
+    """Return a message: a headline, then a titled section for each rank."""
     parts = [headline]
     parts += [f"--- {title} ---\n{text}".rstrip() for title, text in sections.items()]
     return "\n\n".join(parts)
@@ -120,7 +120,7 @@ class Run:
         return [self._result(rank) for rank in range(len(self._workers))]
 
     def _not_done(self) -> list[int]:
-        """The ranks that are not done."""
+        """Return the ranks that are not done."""
         return [rank for rank, state in enumerate(self._states) if state is not _State.DONE]
 
     def _step(self) -> None:
@@ -145,7 +145,7 @@ class Run:
                 channel.send_descriptor(descriptor, self._limit)
 
     def _events(self) -> list[tuple[int, _Event]]:
-        """The messages of the ranks, deaths first: they are the cause of other ranks' errors."""
+        """Return the ranks' messages, deaths first: they are the cause of other ranks' errors."""
         active = {self._workers[rank].channel.fileno(): rank for rank in self._not_done()}
         timeout = max(0.0, min(POLL_SECONDS, self._limit - time.monotonic()))
         ready = wait(active, timeout)
@@ -221,7 +221,7 @@ class Run:
         raise CollectiveTimeoutError(describe(headline, self._stacks("was killed; it was at")))
 
     def _stacks(self, fate: str) -> dict[str, str]:
-        """A section for each rank that has to be killed."""
+        """Return a section for each rank that has to be killed."""
         stuck = [r for r in self._not_done() if self._states[r] is not _State.RETURNED]
         dumps = dump_stacks([self._workers[rank] for rank in stuck])
         return {f"rank {rank} {fate}": dump for rank, dump in zip(stuck, dumps, strict=True)}

@@ -65,7 +65,7 @@ def main(channel_fd: int, lifeline: int) -> None:
 
 
 def _reset_signals(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Undo what the task before has made of signals; SIGUSR1 shows the stacks."""
+    """Restore the signal handlers that the previous task changed; SIGUSR1 shows the stacks."""
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) != handler:
             signal.signal(number, handler)
@@ -171,7 +171,7 @@ def _pickled_result(result: object) -> bytes:
 
 
 def _raised(error: BaseException) -> Raised:
-    """The error as text and, if it can be pickled and unpickled, as itself."""
+    """Return the error as text and, if it can be pickled and unpickled, as an object."""
     here = error.__traceback__
     stack = here.tb_next if here is not None else None  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, stack or here))
