@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import wire
 from gradwire.collectives.arguments import refuse_split
 from gradwire.collectives.autograd import compiling, eager_apply, graph_is_needed, is_transformed
-from gradwire.collectives.consistency import UNCHECKED, CheckContext
+from gradwire.collectives.consistency import CheckContext
 from gradwire.collectives.handles import Handle
 
 P = TypeVar("P", bound="LinearCollective")
@@ -65,7 +65,7 @@ class LinearCollective(ABC):
         """Encode all fields but the group as integers, which are arguments of the custom op."""
         return [n for name in self.field_names for n in _as_ints(getattr(self, name))]
 
-    def apply(self, x: Tensor, context: CheckContext = UNCHECKED) -> Tensor:
+    def apply(self, x: Tensor, context: CheckContext) -> Tensor:
         """Run the collective, differentiably in every mode."""
         if compiling(x):
             return _apply_compiled(self, x)
@@ -77,7 +77,7 @@ class LinearCollective(ABC):
             return self.start(x, blocking=True).wait()
         return _apply_eagerly(x, self, context)  # type: ignore[no-any-return]
 
-    def apply_async(self, x: Tensor, context: CheckContext = UNCHECKED) -> Handle[Tensor]:
+    def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
         """Start the collective; return a handle of its result, differentiable if `x` is."""
         refuse_split(x)
         if not graph_is_needed(x):

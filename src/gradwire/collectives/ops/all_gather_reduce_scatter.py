@@ -32,7 +32,6 @@ from gradwire.collectives.autograd import (
     unstack,
 )
 from gradwire.collectives.consistency import (
-    UNCHECKED,
     CheckContext,
     gather_signature,
     tensor_fields,
@@ -233,24 +232,32 @@ def reduce_scatter(
 
 
 @dataclass(frozen=True)
-class _AllGatherList(AllGather):
-    """AllGather whose result is a tensor for each rank."""
+class _AllGatherList:
+    """Plan of an all_gather whose result is a tensor for each rank.
 
-    scalars: bool = False
+    Args:
+        whole: Plan of the all_gather to one tensor.
+        scalars: True if the tensors are 0-d.
+    """
 
-    def apply(self, x: Tensor, context: CheckContext = UNCHECKED) -> Any:
+    whole: AllGather
+    scalars: bool
+
+    def apply(self, x: Tensor, context: CheckContext) -> tuple[Tensor, ...]:
         if compiling(x) or is_transformed():
-            return self._unstacked(x, super().apply(x, context))
+            return self._unstacked(x, self.whole.apply(x, context))
         own = x.reshape(()) if self.scalars else x
         if graph_is_needed(own):
-            return _apply_list(own, self, context)
-        return wire.all_gather_list(own, self.sizes, self.group)
+            pieces: tuple[Tensor, ...] = _apply_list(own, self.whole, context)
+            return pieces
+        return wire.all_gather_list(own, self.whole.sizes, self.whole.group)
 
-    def apply_async(self, x: Tensor, context: CheckContext = UNCHECKED) -> Handle[Any]:
-        return super().apply_async(x, context).then(lambda y: self._unstacked(x, y))
+    def apply_async(self, x: Tensor, context: CheckContext) -> Handle[tuple[Tensor, ...]]:
+        return self.whole.apply_async(x, context).then(lambda y: self._unstacked(x, y))
 
     def _unstacked(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return unstack(y, self.sizes or (x.shape[0],) * self.group.size(), self.scalars)
+        rows = self.whole.sizes or (x.shape[0],) * self.whole.group.size()
+        return unstack(y, rows, self.scalars)
 
 
 class _GatherList(Function):
@@ -328,7 +335,7 @@ def all_gather_list(
             if set(known) != {1}:
                 raise ArgumentError(f"sizes is {list(known)}: x is 0-d, which counts as size 1")
             known = None
-        return _AllGatherList(group, known, scalars=scalars)
+        return _AllGatherList(AllGather(group, known), scalars)
 
     operation = Operation(
         front, group, lambda: gather_signature("all_gather", front, sizes, kind), plan

@@ -19,6 +19,7 @@ from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
 from gradwire.collectives.arguments import check_dense, resolve_group, root_of
+from gradwire.collectives.consistency import UNCHECKED
 from gradwire.collectives.linear_collective import LinearCollective, register_plan
 from gradwire.errors import ArgumentError
 
@@ -291,7 +292,7 @@ def send_recv(
     for rank, name in ((to, "dst"), (source, "src")):
         if rank is not None:
             _other(group, rank, name)
-    return SendReceive(group, to, source).apply(x)
+    return SendReceive(group, to, source).apply(x, UNCHECKED)
 
 
 @overload
@@ -316,7 +317,7 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
     group = resolve_group(group)
     if x is not None:
         check_dense(x)
-        return Barrier(group).apply(x)
+        return Barrier(group).apply(x, UNCHECKED)
     wire.barrier(group)
     return None
 

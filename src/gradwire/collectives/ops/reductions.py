@@ -19,7 +19,7 @@ from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
 from gradwire.collectives.arguments import refuse_split
 from gradwire.collectives.autograd import compiling, graph_is_needed
-from gradwire.collectives.consistency import CheckContext
+from gradwire.collectives.consistency import UNCHECKED, CheckContext
 from gradwire.collectives.handles import Handle
 from gradwire.collectives.linear_collective import (
     AsyncState,
@@ -49,7 +49,7 @@ class ReductionCollective(LinearCollective):
 
     def full_result(self, y: Tensor) -> Tensor:
         """Return the reduction over all ranks on every rank, given this rank's result."""
-        return self.adjoint().apply(y)
+        return self.adjoint().apply(y, UNCHECKED)
 
 
 @register_plan
@@ -129,7 +129,7 @@ class NonlinearReduction:
         ties = (x == y) | x.isnan()
         # Count in uint8 if possible: a quarter of the bytes of float32.
         small = torch.uint8 if group.size() < 256 else torch.int32
-        counts = AllReduce(group).apply(ties.to(small))
+        counts = AllReduce(group).apply(ties.to(small), UNCHECKED)
         return ties.to(x.dtype) / counts.to(x.dtype)
 
 
@@ -219,7 +219,7 @@ def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward_reduced(ctx: Any, cotangent: Tensor) -> Any:
     plan = _decode(*ctx.encoded)
-    total = plan.linear.adjoint().apply(cotangent)
+    total = plan.linear.adjoint().apply(cotangent, UNCHECKED)
     return total * plan.derivative(*ctx.saved_tensors).conj(), None, None, None, None
 
 
