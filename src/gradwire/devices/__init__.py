@@ -8,10 +8,15 @@ from gradwire.devices.broadcast_reduce import (
     reduce_add_coalesced,
 )
 from gradwire.devices.data_parallel import DataParallel, data_parallel
-from gradwire.devices.nested import gather_nested, scatter_kwargs, scatter_nested
 from gradwire.devices.parallel_apply import parallel_apply
 from gradwire.devices.replicate import replicate
-from gradwire.devices.scatter_gather import gather, scatter
+from gradwire.devices.scatter_gather import (
+    gather,
+    gather_nested,
+    scatter,
+    scatter_kwargs,
+    scatter_nested,
+)
 
 __all__ = [
     "DataParallel",

@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 from torch.nn import Module
 
-from gradwire.devices.nested import gather_nested, scatter_kwargs
 from gradwire.devices.parallel_apply import parallel_apply, refuse_in_transforms
 from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
 from gradwire.devices.replicate import (
@@ -18,6 +17,7 @@ from gradwire.devices.replicate import (
     check_policy,
     replicate,
 )
+from gradwire.devices.scatter_gather import gather_nested, scatter_kwargs
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 M = TypeVar("M", bound=Module)
