@@ -49,7 +49,9 @@ SCHEDULERS = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
 }
-EXACT = ("none", "function", "half")
+SINGLE = ("none", "all_reduce")
+"""Hooks with one message for each bucket, which a delay needs."""
+EXACT = ("none", "all_reduce", "function", "half")
 COMPRESSING = ("int8", "low_rank", "sign", "top_k", "power_sgd")
 SHAPES = [(), (1,), (7,), (3, 5), (8, 8), (2, 3, 4), (0,)]
 
@@ -72,6 +74,8 @@ class Plan:
     frozen: tuple[int, ...]
     steps: int
     given: str
+    delay: int
+    alpha: float
     events: frozenset[tuple[str, int, int]]
 
     def at(self, kind: str, step: int) -> list[int]:
@@ -112,6 +116,8 @@ def make_plan(seed: int) -> Plan:
         frozen,
         steps,
         r.choice(["module", "generator", "list"]),
+        r.choice([0, every - 1, r.randrange(every)]) if hook in SINGLE else 0,
+        r.choice([0.0, 0.5, 0.25]),
         frozenset(events),
     )
 
@@ -170,6 +176,8 @@ def made(plan: Plan, extra: int = 0) -> tuple[nn.ParameterList, LocalSGD, Any, A
         outer=OUTER[plan.outer],
         hook=hook,
         hook_state=state,
+        delay=plan.delay,
+        alpha=plan.alpha,
     )
     scheduler = None if plan.scheduler is None else SCHEDULERS[plan.scheduler](optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if plan.scaled else None
@@ -237,19 +245,27 @@ def reference(plan: Plan) -> list[list[list[Tensor]]]:
     errors = [[torch.zeros_like(a) for a in anchors] for _ in nets]
     history: list[list[list[Tensor]]] = [[] for _ in nets]
 
-    def exchange(indices: Iterable[int]) -> None:
+    def send(indices: Iterable[int]) -> dict[int, Tensor]:
+        found = {}
         for i in indices:
             gradients = [anchors[i] - net[i].detach() for net in nets]
             if plan.hook == "half":
                 gradients = [(g + e[i]) / 2 for g, e in zip(gradients, errors, strict=True)]
                 for e, g in zip(errors, gradients, strict=True):
                     e[i] = g
-            anchors[i].grad = sum(gradients) / plan.ranks
+            found[i] = sum(gradients) / plan.ranks
+        return found
+
+    def take(gradients: dict[int, Tensor], alpha: float) -> None:
+        for i, gradient in gradients.items():
+            anchors[i].grad = gradient
         outer.step()
         outer.zero_grad()
-        for i in indices:
+        for i in gradients:
             for net in nets:
-                net[i].data.copy_(anchors[i])
+                net[i].data.copy_(alpha * net[i].data + (1 - alpha) * anchors[i])
+
+    pending: list[tuple[int, dict[int, Tensor]]] = []
 
     for step in range(plan.steps):
         for rank, (net, optimizer) in enumerate(zip(nets, inner, strict=True)):
@@ -263,12 +279,16 @@ def reference(plan: Plan) -> list[list[list[Tensor]]]:
         runs = assign_fragments([nets[0][i].nbytes for i in active], plan.fragments)
         fragments = [[active[i] for i in run] for run in runs]
         for fragment in due(step + 1, plan.every, plan.fragments):
-            exchange(fragments[fragment])
+            pending.append((step + 1 + plan.delay, send(fragments[fragment])))
+        while pending and pending[0][0] <= step + 1:
+            take(pending.pop(0)[1], plan.alpha if plan.delay else 0.0)
         for scheduler in schedulers:
             scheduler.step()
         if plan.at("synchronize", step):
+            while pending:
+                take(pending.pop(0)[1], plan.alpha)
             for indices in fragments:
-                exchange(indices)
+                take(send(indices), 0.0)
         for own, net in zip(history, nets, strict=True):
             own.append([p.detach().clone() for p in net])
     return history
@@ -301,7 +321,7 @@ def _differences(plan: Plan, got: Sequence[Any], want: Sequence[Any]) -> list[st
                     return [f"rank {rank}, step {step}, parameter {i}: off by {far:.3g}"]
     for step in range(plan.steps):
         together = plan.at("synchronize", step) or (
-            plan.fragments == 1 and not (step + 1) % plan.every
+            plan.fragments == 1 and not plan.delay and not (step + 1) % plan.every
         )
         for i in plan.active(step) if together else []:
             if not all(torch.equal(rank[step][i], got[0][step][i]) for rank in got):

@@ -7,6 +7,7 @@ outer step updates the anchor, and every rank sets its parameters to it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,9 +23,9 @@ from gradwire.ddp.buckets.hook_state import Part, has_state, load_state, rekey, 
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook
+from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook, hook_name
 from gradwire.hooks.stateful import group_from, name_if_group, run_in_group
-from gradwire.local_sgd.exchange import assign_fragments, due, reduce_bucket
+from gradwire.local_sgd.exchange import Exchange, Reduction, assign_fragments, due
 from gradwire.local_sgd.parameters import Named, TrackedParameters
 from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer
 
@@ -62,6 +63,12 @@ class LocalSGD(WrappedOptimizer):
         group: Process group; None for the default group.
         fragments: Number of parts of the parameters that are exchanged one after another, spread
             over `every` steps. More parts send the same bytes in smaller messages.
+        delay: Number of steps between the sending of a fragment and its outer step, fewer than
+            `every`. Ranks train on meanwhile, so that the exchange is hidden behind these steps.
+            It needs a hook with a single collective for each bucket: none, "bf16" or "fp16".
+        alpha: Weight of the rank's own parameters after a delayed outer step, at least 0 and less
+            than 1; that of the anchor is 1 - alpha. With 0, all ranks have the anchor's values, and
+            the delayed steps are lost; with more, parameters differ between ranks.
 
     Raises:
         ArgumentError: A number is out of its range, there are no parameters, two have the same
@@ -87,7 +94,8 @@ class LocalSGD(WrappedOptimizer):
 
     Source:
         S. U. Stich, Local SGD converges fast and communicates little, arXiv 1805.09767; DiLoCo,
-        A. Douillard et al., arXiv 2311.08105; fragments, arXiv 2501.18512.
+        A. Douillard et al., arXiv 2311.08105; fragments, delay and alpha: Streaming DiLoCo,
+        A. Douillard et al., arXiv 2501.18512, section 2.
     """
 
     def __init__(
@@ -101,6 +109,8 @@ class LocalSGD(WrappedOptimizer):
         hook_state: Any = None,
         group: ProcessGroup | None = None,
         fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(f"optimizer is {optimizer!r}: pass a torch.optim.Optimizer")
@@ -110,14 +120,25 @@ class LocalSGD(WrappedOptimizer):
             raise ArgumentError(
                 f"fragments is {fragments} and every {every}: pass fragments from 1 to every"
             )
+        if not 0 <= delay < every or not 0 <= alpha < 1:
+            raise ArgumentError(
+                f"delay is {delay} and alpha {alpha}, with every {every}: pass a delay from 0 to "
+                "every - 1, and alpha from 0 to less than 1"
+            )
         super().__init__(optimizer)
-        self.every, self.steps = every, 0
+        self.every, self.delay, self.alpha, self.steps = every, delay, alpha, 0
+        self._pending: deque[Exchange] = deque()
         self._parameters = TrackedParameters(named_parameters)
         self._count = fragments
         assign_fragments([0] * len(self._parameters.active), fragments)  # raises for too many
         chosen = get_hook(hook) if isinstance(hook, str) else (hook or all_reduce)
         state = self.group if hook_state is None else hook_state
         self._hook = bind_hook(None if hasattr(chosen, "run_hook") else state, chosen)
+        if delay and not self._hook.single_collective:
+            raise ArgumentError(
+                f"delay is {delay} with hook {hook_name(self._hook)}, which sends several messages "
+                "for a bucket: pass delay=0, or hook None, 'bf16' or 'fp16'"
+            )
         run_in_group(self._hook, self.group)
         FaultDomain.of(self.group).connect()
         self._verify_arguments()
@@ -174,45 +195,59 @@ class LocalSGD(WrappedOptimizer):
     def synchronize(self) -> None:
         """Exchange all parameters now. Every rank must call this.
 
-        Afterwards all ranks have the same parameters, for example to evaluate or save them.
+        Delayed outer steps are taken first. Afterwards all ranks have the same parameters, for
+        example to evaluate or save them.
 
         Raises:
             DistributedError: See `step`.
         """
         self._take_in_thawed()
+        while self._pending:
+            self._apply(self._pending.popleft(), self.alpha)
         for fragment in range(len(self._fragments)):
-            self._exchange(fragment, "synchronize()")
+            self._apply(self._send(fragment, "synchronize()", self.steps), 0.0)
 
     # -- the exchange ------------------------------------------------------------------------
 
     def _count_step(self) -> None:
         self.steps += 1
         for fragment in due(self.steps, self.every, len(self._fragments)):
-            self._exchange(fragment, f"step {self.steps}")
+            applied = self.steps + self.delay
+            self._pending.append(self._send(fragment, f"step {self.steps}", applied))
+        while self._pending and self._pending[0].due <= self.steps:
+            self._apply(self._pending.popleft(), self.alpha if self.delay else 0.0)
 
     @torch.no_grad()
-    def _exchange(self, fragment: int, occasion: str) -> None:
-        """Take an outer step of a fragment."""
+    def _send(self, fragment: int, occasion: str, applied: int) -> Exchange:
+        """Send the outer gradients of a fragment."""
         self._agree(f"fragment {fragment} at {occasion}")
-        anchors, parameters = self._parameters.anchors, self._parameters.tensors
-        buckets, indices = self._buckets[fragment], self._fragments[fragment]
-        domain = FaultDomain.of(self.group)
+        buckets, domain = self._buckets[fragment], FaultDomain.of(self.group)
         # numbers over all fragments, because a hook may keep state by bucket number
         first = sum(map(len, self._buckets[:fragment]))
-        gradients: dict[int, Tensor] = {}
+        sent = []
         for number, chosen in enumerate(buckets, first):
             is_last = number + 1 == first + len(buckets)
             bucket = self._parameters.outer_gradients(chosen, number, is_last=is_last)
-            reduced = reduce_bucket(self._hook, bucket, domain)
-            bucket.set_buffer(reduced.to(anchors[chosen[0]].dtype))
-            gradients.update(zip(chosen, bucket.gradients(), strict=True))
+            sent.append((chosen, Reduction(self._hook, bucket, domain)))
+            if not self._hook.single_collective:  # else its messages would cross the next bucket's
+                sent[-1][1].wait()
+        return Exchange(fragment, applied, sent)
+
+    @torch.no_grad()
+    def _apply(self, exchange: Exchange, alpha: float) -> None:
+        """Take the outer step of a fragment."""
+        anchors, parameters = self._parameters.anchors, self._parameters.tensors
+        gradients = exchange.wait()
         self._hook.committed()
         # after all buckets are reduced: a failed exchange must not leave gradients behind
         for index, gradient in gradients.items():
             anchors[index].grad = gradient
         self.outer.step()
-        for index in indices:
-            parameters[index].copy_(anchors[index])
+        for index in gradients:
+            if alpha:
+                parameters[index].lerp_(anchors[index], 1 - alpha)
+            else:
+                parameters[index].copy_(anchors[index])
             anchors[index].grad = None
 
     def _agree(self, occasion: str) -> None:
@@ -228,7 +263,8 @@ class LocalSGD(WrappedOptimizer):
         self._parameters.unshared.clear()
 
     def _verify_arguments(self) -> None:
-        own = [("every", str(self.every)), ("fragments", str(self._count))]
+        own = [(n, str(getattr(self, n))) for n in ("every", "delay", "alpha")]
+        own.append(("fragments", str(self._count)))
         own += describe(self._parameters.everything, "parameter")
         own += self._parameters.problems(self.optimizer)
         verify_same(self.group, own, "arguments of LocalSGD", REMEDY)
@@ -236,6 +272,8 @@ class LocalSGD(WrappedOptimizer):
 
     def _take_in_thawed(self) -> None:
         if self._parameters.frozen and self._parameters.activate_thawed():
+            for exchange in self._pending:
+                exchange.wait()
             before = self._layout
             self._assign()
             rekey(self._hook.state, before, self._layout)
@@ -272,10 +310,14 @@ class LocalSGD(WrappedOptimizer):
             "outer": self.outer.state_dict(),
             "anchors": {tracked.names[i]: tracked.anchors[i].clone() for i in tracked.active},
             "hook": save_state(self._hook.state, self._layout),
+            "pending": [
+                (e.fragment, e.due, {tracked.names[i]: g for i, g in e.wait().items()})
+                for e in self._pending
+            ],
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        if missing := sorted(_OWN - saved.keys()):
+        if missing := sorted(_OWN - {"pending", *saved}):
             raise ArgumentError(
                 f"the saved state lacks {missing}: save all of state_dict() on each rank. To load "
                 "the state of another optimizer, use self.optimizer.load_state_dict"
@@ -289,6 +331,11 @@ class LocalSGD(WrappedOptimizer):
         self.outer.load_state_dict(saved["outer"])
         tracked.load_anchors(saved["anchors"])
         self._load_hook_state(saved["hook"])
+        numbers = {name: i for i, name in enumerate(tracked.names)}
+        self._pending = deque(
+            Exchange(fragment, due, gradients={numbers[n]: g.clone() for n, g in found.items()})
+            for fragment, due, found in saved.get("pending", ())
+        )
 
     def _load_hook_state(self, saved: Mapping[str, Any]) -> None:
         if not saved:
@@ -307,6 +354,8 @@ class LocalSGD(WrappedOptimizer):
         load_state(self._hook.state, saved, self._layout)
 
     def __getstate__(self) -> dict[str, Any]:
+        for exchange in self._pending:
+            exchange.wait()
         kept = {name: self.__dict__[name] for name in _PICKLED}
         return kept | {"group": name_if_group(self.group)}
 
@@ -316,10 +365,10 @@ class LocalSGD(WrappedOptimizer):
         FaultDomain.of(self.group).connect()
 
 
-_OWN = {"steps", "outer", "anchors", "hook"}
+_OWN = {"steps", "outer", "anchors", "hook", "pending"}
 _PICKLED = (
-    "every", "optimizer", "outer", "steps", "_buckets", "_count", "_fragments", "_hook",
-    "_parameters",
+    "alpha", "delay", "every", "optimizer", "outer", "steps", "_buckets", "_count", "_fragments",
+    "_hook", "_parameters", "_pending",
 )  # fmt: skip
 
 
@@ -340,7 +389,7 @@ def diloco(
         every: Number of steps between two exchanges.
         lr: Outer learning rate.
         momentum: Outer momentum.
-        **others: Other arguments of `LocalSGD`: hook, hook_state, group, fragments.
+        **others: Other arguments of `LocalSGD`: hook, hook_state, group, fragments, delay, alpha.
 
     Source:
         DiLoCo, A. Douillard et al., arXiv 2311.08105.
