@@ -156,6 +156,8 @@ def on_gradient(
         _begin_outside(backward, index, incoming[0])
     if (arrivals := backward.order.arrivals) is not None:
         arrivals.append(index)
+    if index in backward.streams.unknown:
+        backward.streams.record(index)
     bucket = backward.buckets.of[index]
     bucket.ready.append(index)
     if index in bucket.early:

@@ -22,6 +22,7 @@ from gradwire.ddp.reducer.bookkeeping import ArrivalOrder, LocalBackwards, Repli
 from gradwire.ddp.reducer.bypasses import detach_optimizer_hooks, has_new_hooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
+from gradwire.ddp.reducer.streams import GradientStreams
 from gradwire.ddp.reducer.tally import Forwards, Tally
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
@@ -40,6 +41,7 @@ class Backward:
         launcher: Sender of buckets, with those in flight.
         domain: Fault domain of the group, shared with the group's other reducers.
         timer: Times of the events in this step.
+        streams: Streams of an accelerator on which gradients arrive.
         state: State of the backward.
         end: Position of its last message in the group's log, while COMMITTING or UNDECIDED.
         step: Number of backwards prepared on this rank.
@@ -69,6 +71,7 @@ class Backward:
         self.assigner, self.usage = assigner, usage
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
+        self.streams = GradientStreams(self.parameters)
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
         self.task, self.parked = -1, False
         self.turn: Turn[Backward] = Turn()

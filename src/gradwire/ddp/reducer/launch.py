@@ -28,6 +28,7 @@ from gradwire.ddp.faults.waiting import (
     work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
+from gradwire.ddp.reducer.streams import current_stream, follow
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
@@ -37,7 +38,10 @@ from gradwire.recorder import BucketRecord
 
 @dataclass
 class Launched:
-    """A bucket in flight. It has neither works nor a future if nothing needs to be sent."""
+    """A bucket in flight. It has neither works nor a future if nothing needs to be sent.
+
+    `stream` is the accelerator's stream on which it was sent.
+    """
 
     bucket: Bucket
     works: Sequence[Work] = ()
@@ -45,6 +49,7 @@ class Launched:
     grad_bucket: GradBucket | None = None
     sparse: SparseSum | None = None
     record: BucketRecord | None = None
+    stream: torch.Stream | None = None
 
     @property
     def sent(self) -> bool:
@@ -94,6 +99,7 @@ class Launcher:
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are in its buffer."""
         self._wait_for_hook()
+        stream = current_stream(bucket.parameters[0].device)
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
@@ -108,6 +114,7 @@ class Launcher:
             self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)
+        self.launched[-1].stream = stream
 
     def _launch_mean(self, bucket: Bucket) -> None:
         flat = bucket.flat
@@ -178,6 +185,8 @@ class Launcher:
         if record is not None:
             record.waited = perf_counter_ns()
         result = self._result(launched)
+        # a work may only order the stream it was sent on, and a future without devices none
+        follow(launched.stream)
         if record is not None:
             record.done = perf_counter_ns()
         return result

@@ -1,0 +1,109 @@
+"""Order of streams, with streams that only record who waits for whom; tests/gpu has real ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp.reducer import streams
+from gradwire.testing import run_ranks
+
+
+@dataclass(eq=False)
+class FakeStream:
+    name: str
+    log: list = field(repr=False)
+    device = torch.device("cpu")
+
+    def wait_stream(self, other):
+        self.log.append((self.name, other.name))
+
+
+class Streams:
+    """A current stream, and one for each parameter, as if its node had been made there."""
+
+    def __init__(self, parameters):
+        self.log = []
+        self.current = self.caller = FakeStream("caller", self.log)
+        for i, p in enumerate(parameters):
+            own = FakeStream(f"stream {i}", self.log)
+            p.register_hook(lambda g, own=own: setattr(self, "current", own))
+
+    def current_stream(self, _device):
+        return self.current
+
+    def __enter__(self):
+        self.patches = [
+            mock.patch.object(streams, "WITH_STREAMS", ("cpu",)),
+            mock.patch.object(torch.accelerator, "current_stream", self.current_stream),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+
+def backward_on_two_streams(hook=None):
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with Streams(module.parameters()) as fake:
+        # two buckets: the first one is sent from the hook of a gradient on stream 1
+        net = DistributedDataParallel(module, bucket_layout=lambda named: [[n] for n, _ in named])
+        net.register_comm_hook(None, hook)
+        for _ in range(2):
+            fake.log.clear()
+            net(torch.ones(1, 2)).sum().backward()
+    return fake.log
+
+
+@pytest.mark.parametrize("hook", [None, "all_reduce"])
+def test_a_bucket_waits_for_the_streams_of_all_gradients(hook):
+    """Buckets are sent in the order of registration, gradients arrive in the other."""
+    for log in run_ranks(backward_on_two_streams, backend="gloo", args=(hook,)):
+        assert ("stream 0", "stream 1") in log
+        # and what stream 1 frees is not used again before it has been copied
+        assert ("stream 1", "stream 0") in log
+
+
+def wait_for_a_bucket_elsewhere():
+    with Streams([]) as fake:
+        net = DistributedDataParallel(nn.Linear(2, 2))
+        net.require_manual_backward_finalization = True
+        net(torch.ones(1, 2)).sum().backward()
+        fake.current = FakeStream("other", fake.log)
+        net.finalize_backward()
+    return fake.log
+
+
+def test_results_are_read_after_the_stream_that_sent_them():
+    assert ("other", "caller") in run_ranks(wait_for_a_bucket_elsewhere, 1, backend="gloo")[0]
+
+
+def test_in_debug_mode_a_node_keeps_its_stream():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        recorded = streams.GradientStreams([])
+        assert recorded._checks
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    with Streams([]) as fake:
+        recorded = streams.GradientStreams([nn.Parameter(torch.ones(1))])
+        recorded._checks = True
+        recorded.record(0)
+        recorded.record(0)
+        fake.current = FakeStream("other", fake.log)
+        with pytest.raises(AssertionError, match="moved from stream"):
+            recorded.record(0)
+
+
+def test_nothing_is_looked_up_on_the_cpu():
+    assert not streams.GradientStreams([nn.Parameter(torch.ones(1))]).unknown
+    assert streams.current_stream(torch.device("cpu")) is None
