@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.reducer import streams
 from gradwire.testing import run_ranks
 
@@ -102,6 +104,15 @@ def test_in_debug_mode_a_node_keeps_its_stream():
         fake.current = FakeStream("other", fake.log)
         with pytest.raises(AssertionError, match="moved from stream"):
             recorded.record(0)
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("gloo", True), ("nccl", False)])
+def test_only_gloo_waits_on_the_cpu_for_an_accelerator(backend, waits):
+    """These waits poll for errors of other ranks: with `wait()` alone they would not be noticed."""
+
+    group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: backend))
+    assert waits_on_cpu(group, torch.device("cuda", 0)) is waits
+    assert waits_on_cpu(group, torch.device("cpu"))
 
 
 def test_nothing_is_looked_up_on_the_cpu():

@@ -21,7 +21,7 @@ from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.other_messages import wait_for_message
-from gradwire.ddp.group import broadcast_options, message_device
+from gradwire.ddp.group import broadcast_options, message_device, waits_on_cpu
 from gradwire.ddp.layouts import (
     SPARSE_LAYOUTS,
     check_not_expanded,
@@ -279,7 +279,7 @@ class _Wire:
 
     def _finish_one(self) -> None:
         message = self._in_flight.popleft()
-        on_cpu = message.wire.is_cpu
+        on_cpu = waits_on_cpu(self._group, message.wire.device)
         what = "broadcast_coalesced"
         wait_for_message(self._group, message.work, what, on_cpu=on_cpu, since=message.since)
         if any(t.is_conj() or t.is_neg() for t in message.targets):

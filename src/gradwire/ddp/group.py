@@ -36,6 +36,20 @@ def message_device(group: ProcessGroup) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
+def waits_on_cpu(group: ProcessGroup, device: torch.device) -> bool:
+    """Return True if waiting for a collective of a device's tensors blocks the CPU.
+
+    Other backends only queue a wait on the accelerator's stream. Gloo copies an accelerator's
+    tensors to the host, and its waits end when the other ranks have answered.
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        return str(group._get_backend(device).name()) == "gloo"
+    except RuntimeError:  # no backend for the device, or a group in Python
+        return False
+
+
 def timeout_of(group: ProcessGroup) -> float:
     """Return the group's timeout in seconds; PyTorch's default if it has none."""
     if (member := member_of(group)) is not None:

@@ -27,7 +27,7 @@ from gradwire.ddp.faults.waiting import (
     wait_work,
     work_in_flight,
 )
-from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
+from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, waits_on_cpu
 from gradwire.ddp.reducer.streams import current_stream, follow
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
@@ -271,7 +271,7 @@ class Launcher:
             self._domain.give_up(self._domain.translate(error, what), error)
 
     def _wait(self, works: Sequence[Work], bucket: Bucket) -> None:
-        on_cpu = bucket.parameters[0].device.type == "cpu"
+        on_cpu = waits_on_cpu(self._group, bucket.parameters[0].device)
         for work in works:
             self._wait_work(work, bucket.what, on_cpu=on_cpu)
 
