@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.reducer import streams
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.testing import run_ranks
 
 
@@ -113,6 +115,25 @@ def test_only_gloo_waits_on_the_cpu_for_an_accelerator(backend, waits):
     group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: backend))
     assert waits_on_cpu(group, torch.device("cuda", 0)) is waits
     assert waits_on_cpu(group, torch.device("cpu"))
+
+
+class Called(TorchDispatchMode):
+    """Records which of PyTorch's operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+def test_weights_are_written_to_an_accelerator_without_a_copy_from_the_host():
+    with Called() as called:
+        Tally(weight=2.0, begun=3.0).write(torch.zeros(9, device="meta"))
+    assert "copy_" not in called.names
+    assert {"zero_", "fill_"} <= called.names
 
 
 def test_nothing_is_looked_up_on_the_cpu():
