@@ -16,6 +16,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.reducer import streams
 from gradwire.ddp.reducer.tally import Tally
+from gradwire.hooks.result import after
 from gradwire.testing import run_ranks
 
 
@@ -134,6 +135,17 @@ def test_weights_are_written_to_an_accelerator_without_a_copy_from_the_host():
         Tally(weight=2.0, begun=3.0).write(torch.zeros(9, device="meta"))
     assert "copy_" not in called.names
     assert {"zero_", "fill_"} <= called.names
+
+
+@pytest.mark.parametrize(("device", "synchronized"), [("cpu", False), ("meta", True)])
+def test_on_an_accelerator_a_callback_waits_for_the_work_itself(device, synchronized):
+    """Gloo's future is done before its copy back to the accelerator is."""
+    future, log = torch.futures.Future(), []
+    work = SimpleNamespace(get_future=lambda: future, synchronize=lambda: log.append("work"))
+    result = after(work, lambda: log.append("result"), torch.device(device))
+    future.set_result(None)
+    result.wait()
+    assert log == (["work", "result"] if synchronized else ["result"])
 
 
 def test_nothing_is_looked_up_on_the_cpu():

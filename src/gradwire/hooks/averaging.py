@@ -39,7 +39,8 @@ def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.
         return _all_reduce_sparse(group, buffer)
     buffer.div_(group.size())
     wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return after(dist.all_reduce(wire, group=group, async_op=True), lambda: buffer)
+    work = dist.all_reduce(wire, group=group, async_op=True)
+    return after(work, lambda: buffer, buffer.device)
 
 
 all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]
@@ -52,7 +53,7 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
     work = total.exchange()
     if work is None:
         return as_future(total.result(), all_reduce)  # type: ignore[return-value]
-    return after(work, total.result)
+    return after(work, total.result, gradient.device)
 
 
 class SparseSum:

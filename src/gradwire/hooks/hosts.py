@@ -258,13 +258,13 @@ class AcrossHosts(DelegatingHook):
             if inside.size() == 1:
                 return buffer
             work = dist.broadcast(real, group_src=0, group=inside, async_op=True)
-            return after(work, lambda: buffer)
+            return after(work, lambda: buffer, buffer.device)
 
         if inside.size() == 1:
             return chain(buffer.device, None, exchange, spread)
         work = dist.all_reduce(real, group=inside, async_op=True)
-        assert work is not None
-        return chain(buffer.device, work.get_future(), exchange, spread)
+        summed = after(work, lambda: buffer, buffer.device)
+        return chain(buffer.device, summed, exchange, spread)
 
     def parse_hook_result(self, result: Any) -> Tensor:
         """Read the result as a tensor: `run_hook` has already read the inner hook's result."""

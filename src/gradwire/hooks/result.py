@@ -46,12 +46,13 @@ def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[
     )
 
 
-def after(work: Work | None, result: Callable[[], Tensor]) -> Future[Tensor]:
+def after(work: Work | None, result: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
     """Return a future of a function's value after a collective, or of the collective's error.
 
     Args:
         work: Handle of the collective, on a participating rank.
         result: Function, called in a thread of the backend.
+        device: Device of the tensors that were sent.
     """
     assert work is not None
 
@@ -59,7 +60,15 @@ def after(work: Work | None, result: Callable[[], Tensor]) -> Future[Tensor]:
         done.value()  # raises the collective's error, which would be lost otherwise
         return result()
 
-    future: Future[Tensor] = work.get_future().then(give)
+    def give_in_order(done: Future[Any]) -> Tensor:
+        done.value()
+        # Gloo's future is done while the copy back to the accelerator still runs: the work, not the
+        # future, knows its end
+        work.synchronize()
+        return result()
+
+    chosen = give if device.type == "cpu" else give_in_order
+    future: Future[Tensor] = work.get_future().then(chosen)
     return future
 
 

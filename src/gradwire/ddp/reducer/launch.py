@@ -28,7 +28,7 @@ from gradwire.ddp.faults.waiting import (
     work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, waits_on_cpu
-from gradwire.ddp.reducer.streams import current_stream, follow
+from gradwire.ddp.reducer.streams import WITH_STREAMS, current_stream, follow
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
@@ -201,6 +201,10 @@ class Launcher:
         assert self.hook is not None
         if late := wait_future(launched.future, self._poll, self._domain.seconds):
             self._domain.give_up(self._domain.translate(late, launched.bucket.what), late)
+        device = launched.bucket.parameters[0].device
+        if device.type in WITH_STREAMS and waits_on_cpu(self._group, device):
+            # Gloo's futures do not order streams: what callbacks have queued may still run
+            torch.accelerator.synchronize(device)
         try:
             return parse_hook_result(launched.future.wait(), launched.grad_bucket, self.hook)
         except Exception as error:

@@ -77,21 +77,21 @@ class Wire:
         """Sum over ranks in place; return a future of the tensor."""
         self._traffic.add(tensor.nbytes, 2 * tensor.nbytes * (self.size - 1) / self.size)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return after(work, lambda: tensor)
+        return after(work, lambda: tensor, tensor.device)
 
     def all_gather(self, own: Tensor) -> torch._C.Future[Tensor]:
         """Return a future of all ranks' tensors, of shape (W, *own.shape)."""
         self._traffic.add(own.nbytes, own.nbytes * (self.size - 1))
         received = own.new_empty(self.size, *own.shape)
         work = dist.all_gather(list(received.unbind()), own, group=self.group, async_op=True)
-        return after(work, lambda: received)
+        return after(work, lambda: received, received.device)
 
     def all_to_all(self, rows: Tensor) -> torch._C.Future[Tensor]:
         """Send row i to rank i; return a future of the received rows, in rank order."""
         self._traffic.add(rows.nbytes, rows.nbytes * (self.size - 1) / self.size)
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
-        return after(work, lambda: received)
+        return after(work, lambda: received, received.device)
 
 
 def values_in(columns: Tensor, dtype: torch.dtype) -> Tensor:
