@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.reducer import streams
 from gradwire.ddp.reducer.tally import Tally
@@ -146,6 +148,20 @@ def test_on_an_accelerator_a_callback_waits_for_the_work_itself(device, synchron
     future.set_result(None)
     result.wait()
     assert log == (["work", "result"] if synchronized else ["result"])
+
+
+def test_the_allocator_knows_who_used_a_buffer_that_is_released(monkeypatch):
+    module, log = nn.Linear(2, 2), []
+    assigner = BucketAssigner(["w"], [module.weight], SimpleNamespace(size=lambda: 2), lazy=True)
+    buckets = BucketSet(assigner)
+    buckets.make([0], with_hook=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
+    device = torch.device("cuda", 0)
+    buckets[0].flat = SimpleNamespace(
+        layout=torch.strided, is_cuda=True, device=device, record_stream=log.append
+    )
+    buckets.make([0], with_hook=True)
+    assert log == ["current"]
 
 
 def test_nothing_is_looked_up_on_the_cpu():

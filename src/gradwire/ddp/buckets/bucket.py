@@ -180,6 +180,16 @@ class Bucket(ABC):
             untouched: Members unused on this rank, whose gradient stays as it was.
         """
 
+    def record_use(self) -> None:
+        """Before the buffer is released, tell the allocator that the current stream used it.
+
+        Else its memory may be used again, on the stream that it was allocated on, before this one
+        has read the results in it.
+        """
+        flat = getattr(self, "flat", None)
+        if flat is not None and flat.layout is torch.strided and flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """Return the bucket that is passed to hooks."""
         return GradBucket(

@@ -62,6 +62,8 @@ class BucketSet:
         self, order: Sequence[int], before: list[list[Part]], *, with_hook: bool, state: Any
     ) -> None:
         self._interrupted = partial(self._make, order, before, with_hook=with_hook, state=state)
+        for bucket in self._buckets:
+            bucket.record_use()
         # Release the old buckets first, so that the new ones can use their memory.
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._assigner.make(order, with_hook=with_hook)

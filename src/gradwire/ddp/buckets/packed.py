@@ -82,6 +82,7 @@ class PackedBucket(Bucket):
 
     def _release(self) -> None:
         """Release the buffer: until the next backward, only gradients in it keep it alive."""
+        self.record_use()
         del self.flat, self.extra, self._small
         self._views = []
 
