@@ -6,10 +6,11 @@ import os
 import platform
 import re
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from gradwire._version import __version__
 
 __all__ = ["Host", "this_host"]
 
@@ -35,7 +36,7 @@ def this_host() -> Host:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         torch=torch.__version__,
-        gradwire=version("gradwire"),
+        gradwire=__version__,
     )
 
 

@@ -50,6 +50,7 @@ class Case:
 
     A case that takes little time is given more rounds: `times` as many as were asked for.
     `options` are the wrappers' arguments; `memory` says whether peak memory is measured too.
+    `draw` makes the batch of its shape.
     """
 
     name: str
@@ -59,17 +60,18 @@ class Case:
     times: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     memory: bool = True
+    draw: Callable[..., Tensor] = torch.randn
 
 
 class Training:
     """A network with its optimizer and this rank's batch; all ranks begin with equal networks."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.module = case.model()
+        self.module = case.model().to(device)
         self._options = case.options
         torch.manual_seed(1 + dist.get_rank())
-        self._batch = torch.randn(*case.batch)
+        self._batch = case.draw(*case.batch).to(device)
 
     def wrap(self, wrapper: Wrapper) -> Training:
         """Puts the module under a wrapper, and makes an optimizer; returns self."""

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one, shrunk if it fails")
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
+    parser.add_argument("--device", default="cpu", help="of the models, on gloo: cuda")
     parser.add_argument("--stop-after", type=int, default=20, help="failures")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's class out: faster")
     parser.add_argument("--collectives", type=int, help="programs of collectives, not models")
@@ -49,20 +51,20 @@ def main() -> int:
     if arguments.collectives is not None:
         return max(many_programs(arguments, backend) for backend in arguments.backends)
     if arguments.seed is not None:
-        return max(one(arguments.seed, b, whole=arguments.whole) for b in arguments.backends)
+        return max(one(arguments, backend) for backend in arguments.backends)
     return max(many(arguments, backend) for backend in arguments.backends)
 
 
-def one(seed: int, backend: str, *, whole: bool) -> int:
+def one(arguments: argparse.Namespace, backend: str) -> int:
     """A seed; 1 if it fails."""
-    plan = make_plan(seed)
+    plan = replace(make_plan(arguments.seed), device=arguments.device)
     outcome = run_one(plan, backend)
-    print(f"{backend} {seed}:", outcome.problems or outcome.invalid or "as the naive average")
+    print(f"{backend} {plan.seed}:", outcome.problems or outcome.invalid or "as the naive average")
     if outcome.torch:
         print("PyTorch's class:", *outcome.torch)
     if not outcome.problems:
         return 0
-    if not whole:
+    if not arguments.whole:
         plan = shrink(plan, lambda p: bool(run_one(p, backend).problems))
         print(*run_one(plan, backend).problems, sep="\n")
     print(shown(plan, backend))
@@ -75,7 +77,8 @@ def many(arguments: argparse.Namespace, backend: str) -> int:
     began = time.monotonic()
     for first in range(arguments.first, arguments.first + arguments.models, STEP):
         seeds = range(first, min(first + STEP, arguments.first + arguments.models))
-        tally = run_many(map(make_plan, seeds), backend, with_torch=not arguments.no_torch)
+        plans = (replace(make_plan(seed), device=arguments.device) for seed in seeds)
+        tally = run_many(plans, backend, with_torch=not arguments.no_torch)
         ran, failed = ran + tally.ran, failed + len(tally.failed)
         invalid.update(tally.invalid)
         torchs += len(tally.torch)

@@ -89,6 +89,7 @@ class Plan:
         hook: The communication hook.
         flat_grads: Gradients are views of a buffer of the user's.
         containers: Seed of the containers around inputs and outputs of ours.
+        device: Of parameters and inputs.
     """
 
     seed: int
@@ -104,6 +105,7 @@ class Plan:
     steps: tuple[Step, ...] = (Step(),)
     flat_grads: bool = False
     containers: int | None = None
+    device: str = "cpu"
 
 
 def operations(ops: tuple[Op, ...]) -> Iterator[Op]:

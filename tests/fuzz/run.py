@@ -189,6 +189,8 @@ def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None
     A case that hangs ends the process, with the threads' stacks on stderr.
     """
     control, theirs = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    if plans[0].device != "cpu":  # else copies of a model have different gradients on one rank
+        torch.use_deterministic_algorithms(True, warn_only=True)
     with open(path, "ab", buffering=0) as file:
         for plan in plans:
             faulthandler.dump_traceback_later(LIMIT, exit=True)

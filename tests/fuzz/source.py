@@ -165,7 +165,7 @@ def build(plan: Plan, wrap: Any) -> tuple[list[nn.Module], Any, dict[str, nn.Par
     generator = torch.Generator().manual_seed(plan.seed)
     parameters: dict[str, Any] = {}
     for p in dict.fromkeys([*params_in(plan.ops), *params_in(plan.loss)]):
-        parameters[p.name] = _parameter(p, generator)
+        parameters[p.name] = _parameter(p, generator, plan.device)
     space: dict[str, Any] = {name: getattr(pieces, name) for name in pieces.__all__}
     space |= {"torch": torch, "F": nn.functional, "like": like, "as_like": as_like}
     space["checkpoint"] = torch.utils.checkpoint.checkpoint
@@ -175,12 +175,12 @@ def build(plan: Plan, wrap: Any) -> tuple[list[nn.Module], Any, dict[str, nn.Par
     return [kind(parameters, wrap) for kind in kinds], space["extra"], flat
 
 
-def _parameter(p: Param, generator: torch.Generator) -> nn.Module | nn.Parameter:
+def _parameter(p: Param, generator: torch.Generator, device: str) -> nn.Module | nn.Parameter:
     dtype = getattr(torch, p.dtype)
     value = torch.randn(p.shape, generator=generator, dtype=torch.float64)
     if dtype.is_complex:
         value = torch.complex(value, torch.randn(p.shape, generator=generator, dtype=value.dtype))
-    value = (0.7 + 0.3 * value).to(dtype)
+    value = (0.7 + 0.3 * value).to(device, dtype)
     if p.name.startswith("e"):
         return nn.Embedding(*p.shape, sparse=True, _weight=value)
     return nn.Parameter(value)

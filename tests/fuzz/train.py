@@ -133,7 +133,7 @@ class Side:
     def _make_flat(self) -> None:
         for dtype in {p.dtype for p in self.parameters.values()}:
             own = [p for p in self.parameters.values() if p.dtype == dtype]
-            flat = self.flat[dtype] = torch.zeros(sum(p.numel() for p in own), dtype=dtype)
+            flat = self.flat[dtype] = own[0].new_zeros(sum(p.numel() for p in own))
             for p, part in zip(own, flat.split([p.numel() for p in own]), strict=True):
                 p.grad = part.view(p.shape)
 
@@ -144,7 +144,7 @@ class Side:
         for base in self.bases:
             base.seen.clear()
         at, observed = (dist.get_rank(), number), Seen()
-        feeds = [b.clone().requires_grad_() for b in batches]
+        feeds = [b.to(self.plan.device, copy=True).requires_grad_() for b in batches]
         for x in feeds[: step.local]:
             with ExitStack() as stack:
                 for part in self.parts if self.kind != "naive" else ():
@@ -180,7 +180,7 @@ class Side:
         rows, cols = self.plan.shape
         start = x[torch.arange(rows * cols) % 16].view(rows, cols)
         start = start.to(getattr(torch, self.plan.dtype))
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = x.new_zeros((), dtype=torch.float64)
         for part in self.parts:
             if self.boxed is None:
                 h = part(start, x, at)
@@ -209,7 +209,7 @@ class Side:
         for p in self.parameters.values():
             if p.grad is not None:
                 flat = _dense(p.grad.detach()).resolve_conj().resolve_neg().contiguous()
-                number = zlib.crc32(flat.view(-1).view(torch.uint8).numpy().tobytes(), number)
+                number = zlib.crc32(flat.view(-1).view(torch.uint8).cpu().numpy().tobytes(), number)
         return number
 
 

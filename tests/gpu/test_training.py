@@ -1,0 +1,404 @@
+"""Training steps on the device, against the mean of the ranks' gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gpu.common import (
+    DEVICE,
+    HAS_MIXED_GROUPS,
+    ON_GPU,
+    ONE,
+    WORLDS,
+    assert_same,
+    assert_same_bits,
+    average,
+    batch,
+    network,
+    run,
+    train,
+    twin_of,
+)
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, SyncBatchNorm
+
+OPTIONS = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "small buckets": {"bucket_cap_mb": 0.01},
+    "one bucket each": {"bucket_cap_mb": 0},
+    "list of caps": {"bucket_cap_mb_list": [0.001, 0.1]},
+    "lazy": {"lazy_bucket_allocation": True},
+    "lazy view": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "layout": {"bucket_layout": lambda named: [[n for n, _ in named]]},
+    "own buffers": {"broadcast_buffers": False},
+    "replicas": {"check_replicas": 1},
+    "device_ids": {"device_ids": [0] if ON_GPU else None},
+    "before and after": {"before_reduce": lambda b: b.buffer().mul_(2),
+                         "after_reduce": lambda b: b.buffer().mul_(0.5)},
+}  # fmt: skip
+
+
+def train_with(options):
+    net = DistributedDataParallel(network(), **options)
+    train(net, twin_of(net))
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_gradients_with_each_option(ranks, backend):
+    def main():
+        for name, options in OPTIONS.items():
+            try:
+                train_with(options)
+            except Exception as error:
+                raise AssertionError(f"with option {name}: {error}") from error
+
+    run(main, ranks, backend, timeout=90)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_a_part_that_is_left_out(ranks, backend):
+    def main():
+        for options in ({}, {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.01}):
+            net = DistributedDataParallel(network(), find_unused_parameters=True, **options)
+            train(net, twin_of(net), tolerant=True, whole=False)
+        net = DistributedDataParallel(network(), static_graph=True)
+        train(net, twin_of(net), tolerant=True, whole=False)
+
+    run(main, ranks, backend)
+
+
+@pytest.mark.skipif(ON_GPU and not HAS_MIXED_GROUPS, reason="needs PyTorch 2.14")
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "cpu:shm,cuda:nccl"), (2, "cpu:shm,cuda:gloo")])
+def test_groups_with_shm_for_the_cpu(ranks, backend):
+    """Messages of the reducer go through shared memory, gradients over the other backend."""
+    run(train_with, ranks, backend, args=({},))
+
+
+# -- hooks ---------------------------------------------------------------------------------
+
+EXACT = {
+    "all_reduce": (1e-5, lambda: hooks.all_reduce),
+    "bf16": (2e-2, lambda: hooks.bf16),
+    "fp16": (2e-3, lambda: hooks.fp16),
+    "torch's allreduce": (1e-5, lambda: default_hooks.allreduce_hook),
+}
+LOSSY = {
+    "int8": lambda: hooks.BlockQuantization(8),
+    "int4": lambda: hooks.BlockQuantization(4),
+    "sign": hooks.Sign,
+    "low_rank": lambda: hooks.LowRank(4),
+    "top_k": lambda: hooks.TopK(0.5),
+}
+TORCHS = {
+    "fp16": (2e-3, None, default_hooks.fp16_compress_hook),
+    "bf16": (2e-2, None, default_hooks.bf16_compress_hook),
+    "PowerSGD": (None, {"matrix_approximation_rank": 4}, power.powerSGD_hook),
+}
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_stock_hooks(ranks, backend):
+    def main():
+        for name, (tolerance, make) in EXACT.items():
+            net = DistributedDataParallel(network())
+            net.register_comm_hook(None, make())
+            try:
+                train(net, twin_of(net), tolerance=tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"hook {name}: {error}") from error
+        for name, make in LOSSY.items():
+            net = DistributedDataParallel(network())
+            net.register_comm_hook(None, make())
+            check_lossy(net, name)
+
+    run(main, ranks, backend, timeout=90)
+
+
+def check_lossy(net, name, *, start=0, least=0.3):
+    """A compressed mean points to where the mean does, and is the same on all ranks."""
+    twin = twin_of(net)
+    for number in range(start + 3):
+        for module in (net, twin):
+            module.zero_grad()
+            module(batch(number)).square().mean().backward()
+        average(twin)
+    got = torch.cat([p.grad.flatten() for p in net.parameters()])
+    want = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    likeness = torch.cosine_similarity(got, want, dim=0).item()
+    assert likeness > least, f"{name}: {likeness}"
+    assert_same_bits(got, name)
+
+
+def test_torchs_hooks():
+    """On one rank: over Gloo they read results too early, in PyTorch's class too."""
+
+    def main():
+        for name, (tolerance, state, hook) in TORCHS.items():
+            net = DistributedDataParallel(network())
+            given = state and power.PowerSGDState(None, start_powerSGD_iter=2, **state)
+            net.register_comm_hook(given, hook)
+            if tolerance:
+                train(net, twin_of(net), tolerance=tolerance)
+            else:
+                check_lossy(net, name, start=3)
+
+    run(main, 1, ONE)
+
+
+# -- programs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
+def test_mixed_precision(ranks, backend, dtype):
+    def main():
+        for options in ({}, {"gradient_as_bucket_view": True}):
+            precision = MixedPrecision(param_dtype=dtype)
+            net = DistributedDataParallel(network(), mixed_precision=precision, **options)
+            check_lossy(net, options, least=0.98)
+        net = DistributedDataParallel(network())
+        with torch.autocast(DEVICE, torch.bfloat16):  # the twin runs in it as well
+            check_lossy(net, "autocast", least=0.98)
+
+    run(main, ranks, backend)
+
+
+def accumulate(net, twin):
+    for number in range(3):
+        with net.no_sync():
+            net(batch(3 * number)).square().mean().backward()
+        net(batch(3 * number + 1)).square().mean().backward()
+        for i in range(2):
+            twin(batch(3 * number + i)).square().mean().backward()
+        average(twin)
+        assert_same(net, twin)
+        for module in (net, twin):
+            module.zero_grad(set_to_none=number == 0)
+
+
+def forward_twice(net, twin):
+    for number in range(3):
+        for module in (net, twin):
+            module.zero_grad()
+            loss = module(batch(number)).square().mean() + module(batch(9)).mean()
+            loss.backward()
+        average(twin)
+        assert_same(net, twin)
+
+
+def finalize_by_hand(net, twin):
+    net.require_manual_backward_finalization = True
+    for number in range(3):
+        for module in (net, twin):
+            module.zero_grad()
+            module(batch(number)).square().mean().backward()
+        net.finalize_backward()
+        average(twin)
+        assert_same(net, twin)
+
+
+def weigh(net, twin):
+    weights = [r + 1.0 for r in range(dist.get_world_size())]
+    own = weights[dist.get_rank()] * len(weights) / sum(weights)
+    for number in range(3):
+        for module in (net, twin):
+            module.zero_grad()
+        net.weight(weights[dist.get_rank()])
+        net(batch(number)).square().mean().backward()
+        (own * twin(batch(number)).square().mean()).backward()
+        average(twin)
+        assert_same(net, twin)
+
+
+def keep_gradients(net, twin):
+    """Gradients that the program keeps are not written to."""
+    kept = []
+    for number in range(3):
+        for module in (net, twin):
+            module.zero_grad()
+            module(batch(number)).square().mean().backward()
+        average(twin)
+        assert_same(net, twin)
+        kept += [(p.grad, p.grad.clone()) for p in net.parameters()]
+    assert all(torch.equal(g, was) for g, was in kept)
+
+
+def clip_and_step(net, twin):
+    """The optimizer reads gradients on the stream of the backward."""
+    sides = [(m, torch.optim.AdamW(m.parameters(), foreach=True)) for m in (net, twin)]
+    for number in range(4):
+        for module, optimizer in sides:
+            optimizer.zero_grad()
+            module(batch(number)).square().mean().backward()
+            if module is twin:
+                average(twin)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+PROGRAMS = [accumulate, forward_twice, finalize_by_hand, weigh, keep_gradients, clip_and_step]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_programs(ranks, backend):
+    def main():
+        for program in PROGRAMS:
+            # buffers stay with their rank, as in the twin
+            net = DistributedDataParallel(network(), broadcast_buffers=False)
+            program(net, twin_of(net))
+
+    run(main, ranks, backend, timeout=90)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    def main():
+        net = DistributedDataParallel(Checkpointed(), broadcast_buffers=False)
+        train(net, twin_of(net))
+
+    run(main, 2)
+
+
+def test_sparse_gradients():
+    def main():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 2)).to(DEVICE)
+        net = DistributedDataParallel(module)
+        twin = twin_of(net)
+        for number in range(3):
+            rows = (torch.arange(6, device=DEVICE) * (dist.get_rank() + 1) + number) % 50
+            for m in (net, twin):
+                m.zero_grad()
+                m(rows).square().sum().backward()
+            assert net.module[0].weight.grad.is_sparse
+            average(twin)
+            assert_same(net, twin)
+
+    for ranks, backend in WORLDS[:2]:
+        run(main, ranks, backend)
+
+
+def test_ranks_run_out_of_input():
+    def main():
+        net = DistributedDataParallel(network(), broadcast_buffers=False)
+        with net.join():
+            for number in range(2 + dist.get_rank()):
+                net.zero_grad()
+                net(batch(number)).square().mean().backward()
+        assert_same_bits(torch.cat([p.detach().flatten() for p in net.parameters()]))
+
+    run(main, 2)
+
+
+def test_buffers_are_rank_0s():
+    def main():
+        net = DistributedDataParallel(network())
+        net.module.norm.running_mean += dist.get_rank()
+        net(batch()).sum().backward()
+        net.eval()
+        with torch.no_grad():
+            net(batch())
+        assert_same_bits(net.module.norm.running_mean)
+        assert_same_bits(net.module.norm.num_batches_tracked)
+
+    for ranks, backend in WORLDS:
+        run(main, ranks, backend)
+
+
+def test_sync_batch_norm():
+    def main():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(0)
+        whole = torch.randn(4 * ranks, 3, 5).to(DEVICE).requires_grad_()
+        own = whole.detach().chunk(ranks)[rank].clone().requires_grad_()
+        layer = SyncBatchNorm(3).to(DEVICE)
+        twin = nn.BatchNorm1d(3).to(DEVICE)
+        weights = torch.randn(4 * ranks, 3, 5).to(DEVICE)
+        (layer(own) * weights.chunk(ranks)[rank]).sum().backward()
+        (twin(whole) * weights).sum().backward()
+        torch.testing.assert_close(own.grad, whole.grad.chunk(ranks)[rank], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.running_var, twin.running_var, rtol=1e-4, atol=1e-5)
+
+    for ranks, backend in WORLDS[:2]:
+        run(main, ranks, backend)
+
+
+def test_compiled():
+    """PyTorch's compiler splits the graph at the wrapper, as it does for its class."""
+
+    def main():
+        net = DistributedDataParallel(network(), broadcast_buffers=False)
+        twin = twin_of(net)
+        compiled = torch.compile(net, backend="aot_eager")
+        for number in range(3):
+            for module in (compiled, twin):
+                module.zero_grad()
+                module(batch(number)).square().mean().backward()
+            average(twin)
+            assert_same(net, twin, tolerance=1e-4)
+
+    run(main, 2, timeout=110)
+
+
+def peak_of(wrap):
+    """Return the device's peak memory in steps of a wrapper, above that before it."""
+    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).to(DEVICE)
+    x = torch.randn(8, 512).to(DEVICE)
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if ON_GPU else 0
+    net = wrap(module)
+    for _ in range(4):
+        net.zero_grad()
+        net(x).sum().backward()
+    return torch.cuda.max_memory_allocated() - before if ON_GPU else 0
+
+
+def test_memory_is_not_above_that_of_torchs_class():
+    def main():
+        found = {}
+        for name, options in (("plain", {}), ("view", {"gradient_as_bucket_view": True})):
+            wraps = DistributedDataParallel, TorchDistributedDataParallel
+            found[name] = [peak_of(lambda m, w=w, o=options: w(m, **o)) for w in wraps]
+        return found
+
+    for name, (ours, theirs) in run(main, 1, ONE)[0].items():
+        assert ours <= 1.02 * theirs, f"{name}: {ours / 1e6:.1f} MB beside {theirs / 1e6:.1f}"
+
+
+def test_the_wrapper_is_copied_and_saved():
+    def main():
+        net = DistributedDataParallel(network())
+        train(net, twin_of(net), steps=2)
+        again = copy.deepcopy(net)
+        train(again, twin_of(again), steps=2)
+        with contextlib.suppress(KeyError):
+            del net
+        train(again, twin_of(again), steps=1)
+
+    run(main, 2)
