@@ -30,6 +30,7 @@ from benchmarks import (
     recorder,
 )
 from benchmarks.benchmark import Benchmark
+from benchmarks.guard import guard
 from benchmarks.options import OWN_WORLDS, Options
 from benchmarks.report import conditions, figures, terminal
 from benchmarks.results import Result
@@ -75,6 +76,17 @@ def tables(check: bool) -> None:
         if current != text:
             path.write_text(current, encoding="utf-8")
             click.echo(f"{path.name} rewritten")
+
+
+@main.command("guard")
+def guard_ratios() -> None:
+    """Measure the ten most important ratios again, and compare them with the committed ones."""
+    found = []
+    for comparison in guard():
+        found.append(comparison)
+        click.echo(comparison)
+    if worse := [c.name for c in found if c.worse]:
+        raise click.ClickException(f"{len(worse)} of {len(found)} are worse; on an idle host, too?")
 
 
 @main.command()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,19 +22,22 @@ from benchmarks import (
     collectives,
     courses,
     ddp,
+    guard,
     links,
     loss,
     models,
     report,
     shapes,
     transposed,
+    uses,
 )
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.methods import METHODS, Groups
-from benchmarks.options import Options
+from benchmarks.options import OWN_WORLDS, Options
 from benchmarks.report import conditions
 from benchmarks.results import CaseResult, Measure, Result
+from benchmarks.tables import RESULTS
 from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 
@@ -371,3 +376,50 @@ def test_hosts_are_given_as_numbers() -> None:
     done = CliRunner().invoke(main, ["links", "--hosts", "2"])
     assert done.exit_code == 2
     assert "give numbers such as 2,2" in done.output
+
+
+def test_the_cases_of_all_uses_have_names_and_can_be_sent_to_ranks() -> None:
+    names = [case.name for case in [*ddp.CASES, *uses.CASES]]
+    assert len({*names}) == len(names)
+    assert [case.name for case in pickle.loads(pickle.dumps(uses.CASES))] == names[len(ddp.CASES) :]
+    assert {case.ranks for case in uses.CASES} == {2, 4, 8}
+
+
+@pytest.mark.wide
+def test_uses_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook, a program, sparse gradients and another number of ranks, on tiny networks."""
+    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
+    chosen = ["MLP, hook torch's fp16_compress_hook", "MLP, accumulation of 4", "sparse embedding"]
+    tiny = [
+        replace(case, model=TINY.model, batch=(4, 4))
+        if case.name.startswith("MLP")
+        else replace(case, batch=(4, 2))
+        for case in uses.CASES
+        if case.name in chosen
+    ]
+    three = replace(TINY, name="three ranks", ranks=3, memory=False, starts=True)
+    results = ddp.measure([three, *tiny], Options(rounds=1, world_size=OWN_WORLDS))
+    assert [case.name for case in results] == ["three ranks", *chosen]
+    for case in results:
+        check_figures(case)
+    assert [m.name for m in results[0].measures][2:] == ["construction", "first step"]
+
+
+def test_the_guard_compares_with_what_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [name for check in guard.CHECKS for name in check.names]
+    assert len(checks) == 10
+    for check in guard.CHECKS:
+        committed = Result.read(RESULTS / f"{check.committed}.json")
+        assert {*check.names} <= {case.name for case in committed.cases}
+        assert {*check.names} <= {case.name for case in check.benchmark.cases}
+
+    def twice_as_long(cases: list[Case], options: Options) -> list[CaseResult]:
+        assert not any(case.memory for case in cases)
+        samples = {"gradwire": [2.0] * 3, "torch": [1.0] * 3}
+        return [CaseResult(c.name, "", 3, [Measure.of("step", "ms", samples)]) for c in cases]
+
+    slow = replace(ddp.BENCHMARK, measure=twice_as_long)
+    monkeypatch.setattr(ddp, "BENCHMARK", slow)
+    (found,) = guard.guard([guard.Check(slow, "gloo", "ddp", ["MLP 6 x 1024"], 3)])
+    assert found.worse
+    assert str(found).startswith("WORSE  ddp: MLP 6 x 1024, step, of torch: 2.00 (2.00 to 2.00)")
