@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gradwire._version import __version__
+from gradwire.cli.check import check
 from gradwire.cli.demo.command import demo
 from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain import explain
@@ -24,4 +25,5 @@ app.add_command(plan)
 app.add_command(doctor)
 app.add_command(explain)
 app.add_command(run)
+app.add_command(check)
 app.add_command(timeline)

@@ -1,0 +1,231 @@
+"""Checks of data: which samples the ranks draw, in which order and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from gradwire.check.run import Check, Epoch, Event, Finding, Replicas, Run
+
+_FEWEST = 3
+"""Number of batches or forwards that must agree before a coincidence is ruled out."""
+_FEWEST_SAMPLES = 8
+
+
+def _loader_line(run: Run, rank: int) -> str:
+    """Return the line of the only loader that trains without a distributed sampler, else ""."""
+    lines = {
+        epoch.begin["made"]
+        for epoch in run.epochs(rank).values()
+        if epoch.trained and epoch.begin["seed"] is None
+    }
+    return lines.pop() if len(lines) == 1 else ""
+
+
+class SameBatches(Check):
+    """Ranks that compute the same gradients from the same inputs."""
+
+    name = "same-batches"
+    finds = "ranks train on the same batches"
+    evidence = "the inputs of every training forward are equal on two ranks, and change with steps"
+    remedy = (
+        "Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a "
+        "seed with the rank in it where batches are drawn at random"
+    )
+    explains = ("shared-samples",)
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the inputs of forwards between ranks."""
+        for model in run.replicas():
+            inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
+            for a, b in combinations(model.ranks, 2):
+                both = list(zip(inputs[a], inputs[b], strict=False))
+                same = all(x == y and x for x, y in both)
+                if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
+                    at = run.forwards(model, b)[0]
+                    text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
+                    yield self.found(text, at, (a, b), line=_loader_line(run, b))
+                    break
+
+
+class SameOrder(Check):
+    """A sampler whose order does not change between epochs."""
+
+    name = "same-order"
+    finds = "every epoch has the same order: set_epoch is not called"
+    evidence = "a sampler that shuffles gave the same samples in the same order in two epochs"
+    remedy = "Call sampler.set_epoch(epoch) at the beginning of each epoch"
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare each epoch's order with the order of the one before."""
+        ranks: dict[str, list[int]] = {}
+        first: dict[str, Event] = {}
+        for rank in run.ranks:
+            epochs = run.epochs(rank)
+            for (loader, number), epoch in epochs.items():
+                after = epochs.get((loader, number + 1))
+                if after is not None and self._is_same(epoch, after):
+                    line = epoch.begin["made"]
+                    first.setdefault(line, after.begin)
+                    if rank not in ranks.setdefault(line, []):
+                        ranks[line].append(rank)
+        for line, at in first.items():
+            text = (
+                f"epochs {at['epoch'] - 1} and {at['epoch']} of {at['sampler']} have equal orders"
+            )
+            yield self.found(text, at, ranks[line], line=line)
+
+    def _is_same(self, one: Epoch, other: Epoch) -> bool:
+        if not (one.trained and other.trained and one.begin["shuffle"] and one.begin["sets_epoch"]):
+            return False
+        both = list(zip(one.batches, other.batches, strict=False))
+        samples = sum(len(batch["samples"]) for batch, _ in both)
+        contents = {sample for batch, _ in both for sample in batch["samples"]}
+        return (
+            samples >= _FEWEST_SAMPLES
+            and len(contents) > 1
+            and all(a["order"] == b["order"] for a, b in both)
+        )
+
+
+class UnevenBatches(Check):
+    """Ranks whose loaders have different lengths."""
+
+    name = "uneven-batches"
+    finds = "ranks have different numbers of batches"
+    evidence = (
+        "a rank's loader ended and it trained no more, while another rank went on to train with "
+        "the same loader, without join()"
+    )
+    remedy = (
+        "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
+        "in `with model.join():`"
+    )
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the numbers of batches and of forwards."""
+        if run.any("join"):
+            return
+        for model in run.replicas():
+            epochs = {rank: run.epochs(rank) for rank in model.ranks}
+            for a in model.ranks:
+                for b in model.ranks:
+                    found = self._compare(run, model, (a, b), epochs[a], epochs[b])
+                    if found is not None:
+                        yield found
+                        return
+
+    def _compare(
+        self,
+        run: Run,
+        model: Replicas,
+        ranks: tuple[int, int],
+        fewer: dict[tuple[int, int], Epoch],
+        more: dict[tuple[int, int], Epoch],
+    ) -> Finding | None:
+        a, b = ranks
+        totals = len(run.forwards(model, a)), len(run.forwards(model, b))
+        if totals[0] >= totals[1] or "limit" in (run.ended(a), run.ended(b)) or not totals[0]:
+            return None
+        kinds = [e["kind"] for e in run.events[a]]
+        if "exhausted" not in kinds or "forward" in _after_last(run.events[a], "exhausted"):
+            return None
+        for key, epoch in fewer.items():
+            other = more.get(key)
+            if other is None or epoch.exhausted is None or not epoch.trained:
+                continue
+            if other.begin["made"] != epoch.begin["made"]:
+                continue
+            if len(other.batches) > epoch.exhausted:
+                text = (
+                    f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} has "
+                    f"{'' if other.exhausted else 'at least '}{len(other.batches)}"
+                )
+                return self.found(text, other.begin, ranks, line=other.begin["made"])
+        return None
+
+
+def _after_last(events: object, kind: str) -> set[str]:
+    """Return the kinds of training events after the last event of a kind and the next batch.
+
+    A framework that draws a batch ahead has one forward after the end of its loader.
+    """
+    found: list[str] = []
+    for event in events:  # type: ignore[attr-defined]
+        if event["kind"] == kind:
+            found = []
+        elif event["kind"] == "forward" and event["gradients"]:
+            found.append("forward")
+    return set(found[1:])
+
+
+class SharedSamples(Check):
+    """Samples that several ranks train on in one epoch."""
+
+    name = "shared-samples"
+    finds = "two ranks train on the same samples within an epoch"
+    evidence = (
+        "more samples than a sampler pads with have the same index and the same content on two "
+        "ranks, and no rank draws with replacement"
+    )
+    remedy = "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset))"
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Intersect the ranks' samples in each epoch."""
+        epochs = {rank: run.epochs(rank) for rank in run.ranks}
+        for key in epochs[0] if epochs else ():
+            for a, b in combinations(run.ranks, 2):
+                one, other = epochs[a].get(key), epochs[b].get(key)
+                if one is None or other is None or not (one.trained and other.trained):
+                    continue
+                if one.begin["made"] != other.begin["made"]:
+                    continue
+                shared, fewest = self._shared(one, other)
+                padding = one.begin["batch_size"] * len(run.ranks)
+                if shared > max(padding, fewest / 10) and shared >= _FEWEST_SAMPLES:
+                    text = f"ranks {a} and {b} share {shared} of {fewest} samples of epoch {key[1]}"
+                    yield self.found(text, one.begin, (a, b), line=one.begin["made"])
+                    return
+
+    def _shared(self, one: Epoch, other: Epoch) -> tuple[int, int]:
+        sets = []
+        for epoch in (one, other):
+            pairs = [
+                pair
+                for batch in epoch.batches
+                if batch["index"] and len(batch["index"]) == len(batch["samples"])
+                for pair in zip(batch["index"], batch["samples"], strict=True)
+            ]
+            repeats = len({index for index, _ in pairs}) < 0.9 * len(pairs)
+            if epoch.begin["replacement"] or repeats:
+                return 0, 0
+            sets.append(set(pairs))
+        return len(sets[0] & sets[1]), min(map(len, sets))
+
+
+class SamplerSeed(Check):
+    """Distributed samplers that shuffle with different seeds."""
+
+    name = "sampler-seed"
+    finds = "distributed samplers of two ranks shuffle with different seeds or epochs"
+    evidence = "samplers of the same loader have different seeds or epochs in the same epoch"
+    remedy = (
+        "Pass the same seed on every rank, and call set_epoch() with the same epoch on every rank: "
+        "each rank takes its share of one common order"
+    )
+    explains = ("shared-samples", "same-order")
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the seeds of samplers."""
+        epochs = [run.epochs(rank) for rank in run.ranks]
+        for key in epochs[0] if epochs else ():
+            found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
+            if len(found) < 2 or any(e["seed"] is None for e in found):
+                continue
+            if len({e["made"] for e in found}) > 1:
+                continue
+            seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
+            if len(set(seeds)) > 1:
+                text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
+                yield self.found(text, found[0], run.ranks, line=found[0]["made"])
+                return

@@ -1,0 +1,229 @@
+"""Recording of what one rank does: events in a file, and patches that are removed at the end.
+
+Observing changes no result: it draws no random numbers, sends nothing, adds nothing to a graph, and
+runs outside the program's contexts. An observation that fails is recorded and given up; the program
+continues.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import sys
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire._containers import tensors_in
+from gradwire._scope import runs_outside_contexts
+from gradwire.recorder.lines import is_users
+
+LIMIT_PREFIX = "limit-"
+"""Beginning of the name of a file that a rank makes after the last step that is observed."""
+CRC_BYTES = 1 << 16
+"""Largest tensor whose digest is a checksum: for small ones a checksum takes 1 µs, a sum 6 µs."""
+SAMPLE_ELEMENTS = 1024
+"""Number of elements of a sample, at equal distances, that enter its digest."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Observer:
+    """Context in which a rank's actions are written to `rank-N.jsonl`.
+
+    Args:
+        folder: Folder of the files of all ranks.
+        rank: Rank of this process.
+        steps: Number of optimizer steps to observe; 0 for all.
+
+    Attributes:
+        step: Number of optimizer steps so far.
+        active: True until the last step that is observed.
+        busy: True while an observation is made.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, steps: int = 0) -> None:
+        self.step = 0
+        self.active = False
+        self._limit = steps
+        self._rank = rank
+        self._path = folder / f"rank-{rank}.jsonl"
+        self.busy = False
+        self._thread = 0
+        self._failed: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Observer:
+        from gradwire.check.data_probes import observe_data
+        from gradwire.check.process_probes import observe_process
+        from gradwire.check.training_probes import Training
+
+        # of torch.compile, about the hook that watches calls; it does nothing in graphs
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        self._file = self._path.open("w", encoding="utf-8")
+        self._thread = threading.get_ident()
+        self.active = True
+        self.training = Training(self)
+        observe_data(self)
+        observe_process(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.emit("end" if ended_well else "error", error="" if ended_well else repr(error)[:500])
+        self.active = False
+        while self._undo:
+            self._undo.pop()()
+        self._file.close()
+
+    def emit(self, kind: str, *, line: str | None = None, **fields: Any) -> None:
+        """Write an event, with the user's line and the number of steps so far."""
+        if self.active:
+            place = user_line() if line is None else line
+            self._file.write(json.dumps({"kind": kind, "step": self.step, "line": place} | fields))
+            self._file.write("\n")
+            self._file.flush()  # the process may be killed in its next collective
+
+    def stepped(self) -> None:
+        """Count an optimizer step, and stop after the last one that is observed."""
+        self.step += 1
+        if self.step == self._limit:
+            self.emit("limit", line="")
+            self.active = False
+            self._path.with_name(f"{LIMIT_PREFIX}{self._rank}").touch()
+
+    def look(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that observes; record its error instead of raising it in the program.
+
+        Returns None in other threads, in other observations, and while torch.compile traces.
+        """
+        # first, so that nothing else becomes part of a graph
+        if torch.compiler.is_compiling() or not self.active or self.busy:
+            return None
+        if threading.get_ident() != self._thread or function.__name__ in self._failed:
+            return None
+        self.busy = True
+        try:
+            return _outside(function, *args)
+        except Exception as error:
+            self._failed.add(function.__name__)
+            self.emit("blind", probe=function.__name__, error=repr(error)[:500])
+            return None
+        finally:
+            self.busy = False
+
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace `owner.name` by `make(original)` until the end."""
+        original = getattr(owner, name)
+        patched = functools.wraps(original)(make(original))
+        setattr(owner, name, patched)
+
+        def undo() -> None:
+            if getattr(owner, name) is patched:  # not if gradwire.compat has replaced it meanwhile
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+    def patch_everywhere(
+        self, owners: Iterable[Any], name: str, make: Callable[[Any], Any]
+    ) -> None:
+        """Replace a function in all modules that export it."""
+        owners = [owner for owner in owners if hasattr(owner, name)]
+        original = getattr(owners[0], name)
+        patched = functools.wraps(original)(make(original))
+        for owner in owners:
+            if getattr(owner, name) is original:
+                self.patch(owner, name, lambda _: patched)
+
+    def undo_at_end(self, undo: Callable[[], None]) -> None:
+        """Call a function when observing ends."""
+        self._undo.append(undo)
+
+
+@runs_outside_contexts
+def _outside(function: Callable[..., Any], *args: Any) -> Any:
+    with torch.no_grad():
+        return function(*args)
+
+
+def user_line() -> str:
+    """Return the innermost line of the user's own code, as "file:line"; "" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return True if a tensor has memory of its own that can be read."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    bits = tensor.detach().resolve_conj().resolve_neg()
+    if bits.dtype == torch.complex128:
+        bits = torch.view_as_real(bits)
+    return bits.view(_INTEGERS[bits.element_size()])
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of the bits as integers: the same for any order of the elements."""
+    return int(_as_integers(tensor).sum(dtype=torch.int64))
+
+
+def digest(tensor: Any) -> int | None:
+    """Return a number that is equal for equal bits; None for tensors that cannot be read."""
+    if not is_plain(tensor):
+        return None
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type != "cpu" or size > CRC_BYTES:
+        return bit_sum(tensor)
+    bits = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32((ctypes.c_char * size).from_address(bits.data_ptr())) if size else 0
+
+
+def digest_all(value: Any) -> int:
+    """Return a digest of the tensors in nested containers; 0 if there are none."""
+    found = [digest(tensor) for tensor in tensors_in(value)]
+    return zlib.crc32(repr(found).encode()) if found else 0
+
+
+def sample_digests(batch: Any) -> list[int]:
+    """Return a digest of each sample, an index of the first dim of all tensors; [] if none."""
+    tensors = [t for t in tensors_in(batch) if is_plain(t) and t.dim()]
+    if not tensors or any(len(t) != len(tensors[0]) for t in tensors) or not len(tensors[0]):
+        return []
+    total = torch.zeros(len(tensors[0]), dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        bits = _as_integers(tensor).reshape(len(tensor), -1)
+        bits = bits[:, :: max(1, bits.shape[1] // SAMPLE_ELEMENTS)].to("cpu", torch.int64)
+        weights = torch.arange(bits.shape[1], dtype=torch.int64) * 0x9E3779B1 + 2 * number + 1
+        total += (bits * weights).sum(1)
+    return total.tolist()
+
+
+def random_state() -> int:
+    """Return a digest of the state of PyTorch's default generators, without drawing from them."""
+    state = digest(torch.get_rng_state()) or 0
+    if torch.cuda.is_initialized():
+        state ^= digest(torch.cuda.get_rng_state()) or 0
+    return state

@@ -1,0 +1,131 @@
+"""Start of a checked program on the ranks of this host, and the program's process itself.
+
+`python -m gradwire.check.program FOLDER STEPS PROGRAM…` is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.check.observer import LIMIT_PREFIX, Observer
+from gradwire.check.run import Run
+
+_POLL_SECONDS = 0.1
+_END_SECONDS = 10.0
+"""Time for the other ranks to end after one has failed."""
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a checked program.
+
+    Attributes:
+        run: What the ranks recorded.
+        failed: Rank and exit code of the ranks that failed by themselves.
+        stalled: True if the ranks were ended because nothing happened for too long.
+    """
+
+    run: Run
+    failed: dict[int, int]
+    stalled: bool
+
+
+def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) -> Outcome:
+    """Run a program on the ranks of this host, and return what they recorded.
+
+    Args:
+        program: Python file with its arguments, or "-m", a module and its arguments.
+        ranks: Number of processes.
+        steps: Number of optimizer steps of each rank after which the ranks are ended; 0 for none.
+        timeout: Seconds without an event of any rank after which the ranks are ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-check-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", __name__, name, str(steps), *program]
+        with _started(command, ranks) as processes:
+            stalled = _wait(processes, folder, timeout)
+            codes = [process.poll() for process in processes]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        return Outcome(Run.read(folder), failed, stalled)
+
+
+@contextmanager
+def _started(command: Sequence[str], ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks with torchrun's environment variables; none is left at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "gradwire-check",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GRADWIRE_LAUNCHER": str(os.getpid()),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            environment = os.environ | common | own
+            processes.append(subprocess.Popen(command, env=environment, stdout=_STDERR))
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(_END_SECONDS / 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> bool:
+    """Wait for the last observed step or the end; return True if nothing happened for too long."""
+    failed_at = None
+    while True:
+        codes = [process.poll() for process in processes]
+        limits = [(folder / f"{LIMIT_PREFIX}{rank}").exists() for rank in range(len(codes))]
+        over = all(code == 0 or limit for code, limit in zip(codes, limits, strict=True))
+        if None not in codes or over:
+            return False
+        if any(codes):
+            failed_at = failed_at or time.monotonic()
+            if time.monotonic() > failed_at + _END_SECONDS:
+                return False
+        latest = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+        if time.time() > latest + timeout:
+            return True
+        time.sleep(_POLL_SECONDS)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a program as one rank, observed."""
+    folder, steps, *program = arguments
+    with Observer(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            sys.path[0] = str(Path(program[0]).absolute().parent)
+            runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

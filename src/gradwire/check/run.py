@@ -1,0 +1,265 @@
+"""What the ranks of a run recorded, and what a check finds in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gradwire.errors import ArgumentError
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake in a program.
+
+    Args:
+        check: Name of the check.
+        finds: Mistake that the check looks for.
+        summary: Description with the values that show it.
+        remedy: What to change.
+        ranks: Ranks that it was seen on.
+        line: Line of the program, as "file:line"; "" if unknown.
+        tensor: Parameter or tensor; "" if none.
+        step: Number of optimizer steps before it.
+    """
+
+    check: str
+    finds: str
+    summary: str
+    remedy: str
+    ranks: tuple[int, ...]
+    line: str = ""
+    tensor: str = ""
+    step: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A wrapped module that has the same trainable parameters on all ranks of its group."""
+
+    number: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    sends_buffers: bool
+    line: str
+
+
+@dataclass
+class Epoch:
+    """One iteration of a data loader on a rank.
+
+    Attributes:
+        begin: Event of its begin.
+        batches: Events of its batches.
+        at: Positions of the batches among the rank's events.
+        exhausted: Number of batches, if the loader reached its end.
+        trained: Number of forwards with gradients after its batches.
+    """
+
+    begin: Event
+    batches: list[Event] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    exhausted: int | None = None
+    trained: int = 0
+
+
+class Run:
+    """Events of all ranks, in the order in which each rank wrote them.
+
+    Args:
+        events: Events by rank.
+    """
+
+    def __init__(self, events: Sequence[Sequence[Event]]) -> None:
+        self.events = events
+        self.ranks = range(len(events))
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Read the files of all ranks; the last line may be incomplete if a rank was killed."""
+        ranks: list[list[Event]] = []
+        while (path := folder / f"rank-{len(ranks)}.jsonl").exists():
+            events = []
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    events.append(json.loads(line))
+                except ValueError:
+                    break
+            ranks.append(events)
+        return cls(ranks)
+
+    def of(self, kind: str, rank: int) -> list[Event]:
+        """Return a rank's events of a kind."""
+        return [event for event in self.events[rank] if event["kind"] == kind]
+
+    def any(self, kind: str) -> bool:
+        """Return True if a rank has an event of a kind."""
+        return any(self.of(kind, rank) for rank in self.ranks)
+
+    def ended(self, rank: int) -> str:
+        """Return how a rank's file ends: "end", "limit", "error", or "" if it was killed."""
+        kinds = [e["kind"] for e in self.events[rank] if e["kind"] in ("end", "limit", "error")]
+        return kinds[0] if kinds else ""
+
+    def replicas(self) -> list[Replicas]:
+        """Return the wrapped modules in use, with at least two ranks that agree on parameters."""
+        found: dict[tuple[int, tuple[int, ...]], list[Event]] = {}
+        for rank in self.ranks:
+            used = {e["model"] for e in self.events[rank] if e["kind"] in ("forward", "around")}
+            models = [e for e in self.of("model", rank) if e["model"] in used]
+            for model in {e["model"]: e for e in models}.values():
+                found.setdefault((model["model"], tuple(model["ranks"])), []).append(model)
+        return [
+            Replicas(
+                number,
+                ranks,
+                tuple(models[0]["names"]),
+                models[0]["sends_buffers"],
+                models[0]["line"],
+            )
+            for (number, ranks), models in found.items()
+            if len(models) == len(ranks) > 1
+            and all(m["names"] == models[0]["names"] for m in models)
+        ]
+
+    def forwards(self, model: Replicas, rank: int) -> list[Event]:
+        """Return a rank's training forwards of a model."""
+        return [
+            e
+            for e in self.of("forward", rank)
+            if e["model"] == model.number and e["gradients"] and e["training"]
+        ]
+
+    def steps(self, kind: str, model: Replicas) -> Iterator[list[Event]]:
+        """Yield the events of the model's ranks at each step of each optimizer, in order.
+
+        Args:
+            kind: "step" before it, or "stepped" after it.
+            model: Model that the optimizer has parameters of.
+        """
+        by_rank: list[dict[tuple[int, int], Event]] = [
+            {
+                (e["optimizer"], e["number"]): e
+                for e in self.of(kind, rank)
+                if str(model.number) in e["models"]
+            }
+            for rank in model.ranks
+        ]
+        for key in by_rank[0]:
+            if all(key in events for events in by_rank):
+                yield [events[key] for events in by_rank]
+
+    def hooked(self, model: Replicas) -> bool:
+        """Return True if a hook of the program's own replaces the mean of the gradients."""
+        steps = self.steps("stepped", model)
+        return any(e["models"][str(model.number)]["hooked"] for events in steps for e in events)
+
+    def epochs(self, rank: int) -> dict[tuple[int, int], Epoch]:
+        """Return a rank's iterations of data loaders, by loader and number."""
+        found: dict[tuple[int, int], Epoch] = {}
+        latest: Epoch | None = None
+        for position, event in enumerate(self.events[rank]):
+            kind = event["kind"]
+            if kind == "epoch":
+                found[event["loader"], event["epoch"]] = Epoch(event)
+            elif kind == "batch" and (event["loader"], event["epoch"]) in found:
+                latest = found[event["loader"], event["epoch"]]
+                latest.batches.append(event)
+                latest.at.append(position)
+            elif kind == "exhausted" and (event["loader"], event["epoch"]) in found:
+                found[event["loader"], event["epoch"]].exhausted = event["batches"]
+            elif kind == "forward" and event["gradients"] and latest is not None:
+                latest.trained += 1
+        return found
+
+    def reductions(self, model: Replicas, rank: int) -> list[list[Event]]:
+        """Return a rank's backwards of a model, those of an accumulation together.
+
+        Each has "last" in addition: True if a data loader ended next to it.
+        """
+        found: list[list[Event]] = []
+        current: list[Event] = []
+        ended, previous = False, None
+        for event in self.events[rank]:
+            if event["kind"] == "exhausted":
+                ended = True
+                if previous is not None:
+                    previous["last"] = True
+            elif event["kind"] == "forward":
+                previous = None
+            elif event["kind"] == "backward" and model.number in event["models"]:
+                previous = event | {"last": ended}
+                ended = False
+                current.append(previous)
+                if event["syncs"]:
+                    found.append(current)
+                    current = []
+        return found
+
+
+class Check:
+    """A kind of mistake: what is observed, what it is concluded from, and the remedy.
+
+    Attributes:
+        name: Name for `--only` and `--skip`.
+        finds: The mistake.
+        evidence: What must have been observed; otherwise the check is silent.
+        remedy: What to change.
+        explains: Names of checks whose findings follow from this one's.
+    """
+
+    name: ClassVar[str]
+    finds: ClassVar[str]
+    evidence: ClassVar[str]
+    remedy: ClassVar[str]
+    explains: ClassVar[tuple[str, ...]] = ()
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Yield what a run shows."""
+        raise NotImplementedError
+
+    def found(
+        self, summary: str, at: Event, ranks: Sequence[int], *, line: str = "", tensor: str = ""
+    ) -> Finding:
+        """Return a finding at an event."""
+        return Finding(
+            self.name,
+            self.finds,
+            summary,
+            self.remedy,
+            tuple(ranks),
+            line or at["line"],
+            tensor,
+            at["step"],
+        )
+
+
+def choose(
+    checks: Sequence[Check], only: Sequence[str] = (), skip: Sequence[str] = ()
+) -> list[Check]:
+    """Return the checks with some names, or without some.
+
+    Raises:
+        ArgumentError: There is no check of a name.
+    """
+    names = [check.name for check in checks]
+    for name in (*only, *skip):
+        if name not in names:
+            raise ArgumentError(f"{name!r} is not a check: pass one of {', '.join(names)}")
+    return [c for c in checks if (not only or c.name in only) and c.name not in skip]
+
+
+def conclude(run: Run, checks: Sequence[Check]) -> list[Finding]:
+    """Return the findings of some checks, without those that follow from others."""
+    found = {check.name: list(check.conclude(run)) for check in checks}
+    explained = {name for check in checks if found[check.name] for name in check.explains}
+    return [f for check in checks if check.name not in explained for f in found[check.name]]

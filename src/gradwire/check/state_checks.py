@@ -1,0 +1,409 @@
+"""Checks of optimizers, parameters, random states, and of what single ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from gradwire.check.gradient_checks import _differing
+from gradwire.check.run import Check, Event, Finding, Replicas, Run
+
+_FEWEST = 3
+_FEW_SAMPLES = 4
+_NEAR = 0.5
+"""Part of the timeout after which a wait is reported."""
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event] | None:
+    """Return parameters that get gradients, are in no optimizer and never change."""
+    steps = [e for e in run.of("stepped", model.ranks[0]) if str(model.number) in e["models"]]
+    states = [e["models"][str(model.number)] for e in steps]
+    if len(states) < _FEWEST or not all(state["unowned"] for state in states):
+        return None
+    first, last = states[0]["parameters"], states[-1]["parameters"]
+    if len(first) != len(last) or len(model.names) != len(first):
+        return None
+    still = {n for n, a, b in zip(model.names, first, last, strict=True) if a == b is not None}
+    left = [
+        n for n in states[-1]["unowned"] if n in still and all(n in s["unowned"] for s in states)
+    ]
+    return (left, steps[0]) if left else None
+
+
+class StaleOptimizer(Check):
+    """Optimizers of parameters that the model no longer has."""
+
+    name = "stale-optimizer"
+    finds = "the optimizer was made before parameters were replaced"
+    evidence = (
+        "parameters get gradients in every step, are in no optimizer and never change, and an "
+        "optimizer has as many that the model does not have"
+    )
+    remedy = "Make the optimizer after the model's parameters have been replaced or converted"
+    explains = ("no-optimizer",)
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the optimizers' parameters with the models'."""
+        for model in run.replicas():
+            found = _left_out(run, model)
+            if found is not None:
+                left, at = found
+                foreign = at["models"][str(model.number)]["foreign"]
+                if foreign >= len(left):
+                    text = f"the optimizer has {foreign} parameters that the model does not have"
+                    yield self.found(text, at, model.ranks, tensor=_shown(left))
+
+
+class NoOptimizer(Check):
+    """Parameters that no optimizer updates."""
+
+    name = "no-optimizer"
+    finds = "parameters get gradients but are in no optimizer"
+    evidence = "a minority of the parameters get gradients in every step and never change"
+    remedy = "Pass them to the optimizer, or set requires_grad=False before wrapping"
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Find the parameters left out, if most are not."""
+        for model in run.replicas():
+            found = _left_out(run, model)
+            if found is not None and len(found[0]) < len(model.names) / 2:
+                left, at = found
+                text = f"{len(left)} of {len(model.names)} parameters never change"
+                yield self.found(text, at, model.ranks, tensor=_shown(left))
+
+
+class ChangedAfterWrapping(Check):
+    """Parameters that the wrapper does not know."""
+
+    name = "changed-after-wrapping"
+    finds = "parameters were thawed, added or replaced after wrapping, so that nothing reduces them"
+    evidence = "they required no gradient when the module was wrapped, and their gradients differ"
+    remedy = (
+        "Thaw and add parameters before wrapping, or call model.refit() on every rank (gradwire)"
+    )
+    explains = ("parameters-differ",)
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the gradients of parameters that are not the wrapper's."""
+        for model in run.replicas():
+            for events in run.steps("stepped", model):
+                late = events[0]["models"][str(model.number)]["late"]
+                if late and _differing(events, model, "gradients") in late:
+                    text = f"{len(late)} parameters have gradients of their own on each rank"
+                    yield self.found(
+                        text, events[0], model.ranks, line=model.line, tensor=_shown(late)
+                    )
+                    break
+
+
+def _schedules_before(run: Run, rank: int, step: Event) -> list[Event]:
+    """Return a rank's steps of schedulers before one of its steps."""
+    events = run.events[rank]
+    position = next(i for i, e in enumerate(events) if e is step)
+    return [e for e in events[:position] if e["kind"] == "schedule"]
+
+
+class SchedulerOnOneRank(Check):
+    """Schedulers that some ranks step more often."""
+
+    name = "scheduler-on-one-rank"
+    finds = "a scheduler is stepped on some ranks only"
+    evidence = "the number of its steps and the learning rates differ at the same optimizer step"
+    remedy = "Step the scheduler on every rank"
+    explains = ("learning-rates", "parameters-differ")
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the numbers of steps where learning rates differ."""
+        for model in run.replicas():
+            for events in run.steps("stepped", model):
+                if len({tuple(e["rates"]) for e in events}) == 1:
+                    continue
+                done = [
+                    _schedules_before(run, r, e) for r, e in zip(model.ranks, events, strict=True)
+                ]
+                counts = [len(steps) for steps in done]
+                if len(set(counts)) > 1:
+                    most = done[counts.index(max(counts))][-1]
+                    text = f"steps of schedulers by rank: {counts}"
+                    yield self.found(text, events[0], model.ranks, line=most["line"])
+                break
+
+
+class LearningRates(Check):
+    """Optimizers whose options differ between ranks."""
+
+    name = "learning-rates"
+    finds = "learning rates or other options of the optimizer differ between ranks"
+    evidence = "they differ at the same step of an optimizer of replicated parameters"
+    remedy = (
+        "Compute them from values that are equal on all ranks; all_reduce a metric before a "
+        "scheduler uses it"
+    )
+    explains = ("parameters-differ",)
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare rates and options at each step."""
+        for model in run.replicas():
+            for events in run.steps("stepped", model):
+                if not all(e["models"][str(model.number)]["owned"] for e in events):
+                    continue
+                for field, text in (("rates", "learning rates"), ("options", "options")):
+                    values = [e[field] for e in events]
+                    if any(value != values[0] for value in values):
+                        yield self.found(f"{text} by rank: {values}", events[0], model.ranks)
+                        return
+
+
+class OptimizerState(Check):
+    """Optimizers whose state differs between ranks."""
+
+    name = "optimizer-state"
+    finds = "the optimizer's state differs between ranks"
+    evidence = (
+        "the same tensors of its state differ after a step, although gradients, learning rates and "
+        "options were equal in all steps so far"
+    )
+    remedy = "Load the same checkpoint of the optimizer on every rank, or on none"
+    explains = ("parameters-differ",)
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the digests of the state."""
+        for model in run.replicas():
+            for events in run.steps("stepped", model):
+                unequal = any(e["rates"] != events[0]["rates"] for e in events)
+                given = [e["models"][str(model.number)]["gradients"] for e in events]
+                unequal = unequal or any(g != given[0] for g in given)
+                if unequal:
+                    break
+                states = [e["state"] for e in events]
+                if any(not s or [x[:2] for x in s] != [x[:2] for x in states[0]] for s in states):
+                    continue
+                for entries in zip(*states, strict=True):
+                    if len({entry[2] for entry in entries}) > 1:
+                        tensor = f"{entries[0][1]!r} of parameter {entries[0][0]} of the optimizer"
+                        text = "the optimizers have different states after equal gradients"
+                        yield self.found(text, events[0], model.ranks, tensor=tensor)
+                        return
+
+
+class ParametersDiffer(Check):
+    """Replicas that are no longer equal."""
+
+    name = "parameters-differ"
+    finds = "parameters differ between ranks"
+    evidence = (
+        "every step was reduced without a hook of the program's own, and parameters differ at one "
+        "step and at the end"
+    )
+    remedy = (
+        "Change parameters by the optimizer alone or in the same way on every rank, or broadcast "
+        "them afterwards"
+    )
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Find the first step and the operation after which parameters differ."""
+        for model in run.replicas():
+            after = list(run.steps("stepped", model))
+            if not after or run.hooked(model) or not self._always_reduced(run, model):
+                continue
+            if _differing(after[-1], model, "parameters") is None:
+                continue
+            found = self._first(run, model)
+            if found is not None:
+                yield found
+
+    def _always_reduced(self, run: Run, model: Replicas) -> bool:
+        """Return True if each step of each rank follows a reduced backward."""
+        for rank in model.ranks:
+            reduced = False
+            for event in run.events[rank]:
+                if event["kind"] == "backward" and model.number in event["models"]:
+                    reduced = event["syncs"]
+                elif event["kind"] == "stepped":
+                    state = event["models"].get(str(model.number), {"owned": False})
+                    if state["owned"] and not reduced:
+                        return False
+        return True
+
+    def _first(self, run: Run, model: Replicas) -> Finding | None:
+        previous = f"wrapping at {_short(model.line)}"
+        afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in run.steps("stepped", model)}
+        for events in run.steps("step", model):
+            at = events[0]
+            name = _differing(events, model, "")
+            if name is not None:
+                text = f"changed between {previous} and the step at {_short(at['line'])}"
+                return self.found(text, at, model.ranks, tensor=name)
+            stepped = afterwards.get((at["optimizer"], at["number"]), events)
+            name = _differing(stepped, model, "parameters")
+            if name is not None:
+                cause = _differing(stepped, model, "gradients")
+                text = "after optimizer.step(), " + (
+                    f"whose gradients of {cause} differ" if cause else "with equal gradients"
+                )
+                return self.found(text, at, model.ranks, tensor=name)
+            previous = f"the step at {_short(at['line'])}"
+        return None
+
+
+def _short(line: str) -> str:
+    return line.rpartition("/")[2]
+
+
+class RandomState(Check):
+    """Ranks that draw the same random numbers."""
+
+    name = "random-state"
+    finds = "ranks draw the same random numbers, for dropout or augmentation"
+    evidence = (
+        "several training forwards, or draws of a data loader, change the random state, which is "
+        "equal on two ranks before each of them, while inputs differ"
+    )
+    remedy = "Seed each rank differently after the model is built: torch.manual_seed(seed + rank)"
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare random states before forwards and batches."""
+        for model in run.replicas():
+            for a, b in combinations(model.ranks, 2):
+                found = self._forwards(run, model, a, b) or self._batches(run, a, b)
+                if found is not None:
+                    yield found
+                    break
+
+    def _forwards(self, run: Run, model: Replicas, a: int, b: int) -> Finding | None:
+        drawn = [
+            {e["number"]: e for e in run.of("drew", r) if e["model"] == model.number}
+            for r in (a, b)
+        ]
+        inputs = [{e["number"]: e["inputs"] for e in run.forwards(model, r)} for r in (a, b)]
+        both = [n for n in drawn[0] if n in drawn[1] and n in inputs[0] and n in inputs[1]]
+        equal = [n for n in both if drawn[0][n]["random"] == drawn[1][n]["random"]]
+        differ = any(inputs[0][n] != inputs[1][n] for n in both)
+        if len(both) < _FEWEST or len(equal) < len(both) or not differ:
+            return None
+        text = f"equal random states before all {len(both)} forwards that draw numbers"
+        return self.found(text, drawn[0][both[0]], (a, b))
+
+    def _batches(self, run: Run, a: int, b: int) -> Finding | None:
+        drawn = [
+            {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", r) if e["random"]}
+            for r in (a, b)
+        ]
+        both = [key for key in drawn[0] if key in drawn[1]]
+        equal = [k for k in both if drawn[0][k]["random"] == drawn[1][k]["random"]]
+        differ = all(drawn[0][k][f] != drawn[1][k][f] for k in both for f in ("index", "samples"))
+        if len(both) < _FEWEST or len(equal) < len(both) or not differ:
+            return None
+        text = f"equal random states before all {len(both)} batches whose loading draws numbers"
+        return self.found(text, drawn[0][both[0]], (a, b))
+
+
+class BatchNorm(Check):
+    """Batch norms whose statistics come from few samples."""
+
+    name = "batch-norm"
+    finds = "batch norm uses the statistics of few samples per rank"
+    evidence = (
+        f"a batch norm gets fewer than {_FEW_SAMPLES} samples in its first calls on every rank"
+    )
+    remedy = (
+        "Convert the model before wrapping: gradwire.ddp.SyncBatchNorm.convert_sync_batchnorm or "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+    )
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the numbers of samples with the limit."""
+        for model in run.replicas():
+            calls = [
+                [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
+                for rank in model.ranks
+            ]
+            few = all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls)
+            if few:
+                at = calls[0][0]
+                names = sorted({e["name"] for c in calls for e in c})
+                text = f"{at['samples']} samples per rank"
+                yield self.found(text, at, model.ranks, tensor=_shown(names))
+
+
+class EvaluationOnOneRank(Check):
+    """Forwards through the wrapper that only some ranks run."""
+
+    name = "evaluation-on-one-rank"
+    finds = "some ranks evaluate through the wrapper, whose forward broadcasts buffers"
+    evidence = (
+        "a rank calls a wrapper that broadcasts buffers without gradients, while another goes on "
+        "without such a call"
+    )
+    remedy = (
+        "Evaluate model.module on that rank, or on all ranks; with gradwire, "
+        "sync_buffers_in_eval=False"
+    )
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare the evaluations between the same two steps."""
+        for model in run.replicas():
+            if not model.sends_buffers:
+                continue
+            evaluations = {rank: self._by_step(run, model, rank) for rank in model.ranks}
+            for a in model.ranks:
+                for step, event in evaluations[a].items():
+                    without = [
+                        b
+                        for b in model.ranks
+                        if step not in evaluations[b] and self._goes_on(run, model, b, step)
+                    ]
+                    if without:
+                        text = f"rank {a} evaluates after step {step}, ranks {without} do not"
+                        yield self.found(text, event, (a,))
+                        return
+
+    def _by_step(self, run: Run, model: Replicas, rank: int) -> dict[int, Event]:
+        found: dict[int, Event] = {}
+        for event in run.of("forward", rank):
+            if event["model"] == model.number and not event["gradients"]:
+                found.setdefault(event["step"], event)
+        return found
+
+    def _goes_on(self, run: Run, model: Replicas, rank: int, step: int) -> bool:
+        """Return True if a rank trained, waited at a barrier or ended after its step."""
+        for event in run.events[rank]:
+            if event["kind"] == "forward" and event["gradients"] and event["step"] == step:
+                return True
+            if event["kind"] in ("barrier", "end") and event["step"] == step:
+                return True
+        return False
+
+
+class SlowSave(Check):
+    """Ranks that wait for a rank that saves, for much of the timeout."""
+
+    name = "slow-save"
+    finds = "ranks wait for another one to save, for much of the group's timeout"
+    evidence = (
+        f"a collective waited for {_NEAR:.0%} of the timeout, mostly while another rank saved"
+    )
+    remedy = "Raise the timeout of init_process_group, or save in the background"
+
+    def conclude(self, run: Run) -> Iterator[Finding]:
+        """Compare waits with the times of saves."""
+        for rank in run.ranks:
+            for wait in run.of("waited", rank):
+                seconds = wait["until"] - wait["since"]
+                if not wait["timeout"] or seconds < _NEAR * wait["timeout"]:
+                    continue
+                for other in run.ranks:
+                    for save in run.of("saved", other) if other != rank else ():
+                        both = min(wait["until"], save["until"]) - max(wait["since"], save["since"])
+                        if both > seconds / 2:
+                            text = (
+                                f"rank {rank} waited {seconds:.1f} s in {wait['op']} for rank "
+                                f"{other}; the timeout is {wait['timeout']:.1f} s"
+                            )
+                            yield self.found(text, save, (other, rank))
+                            return

@@ -1,0 +1,394 @@
+"""Observation of wrappers, backward and optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradwire._torch import TORCHS_DDP, compile_callees_only
+from gradwire.check.loss import terms_of, uses
+from gradwire.check.observer import Observer, digest, digest_all, random_state
+from gradwire.ddp import DistributedDataParallel, Reducer, SyncBatchNorm
+
+_NOT_BATCH_NORM = (nn.SyncBatchNorm, SyncBatchNorm)
+_BATCH_NORMS_SEEN = 3
+"""Number of calls of a batch norm that are written."""
+
+
+class Model:
+    """A wrapped module.
+
+    Attributes:
+        number: Number of wrappers made before it.
+        reduced: Ids of the parameters that required a gradient when it was wrapped.
+    """
+
+    def __init__(self, number: int, wrapper: nn.Module) -> None:
+        self.number = number
+        self._wrapper = weakref.ref(wrapper)
+        self.forwards = 0
+        self.reduced: set[int] = set()
+        self._names: list[str] | None = None
+        self._norms: dict[int, tuple[str, int]] = {}
+
+    @property
+    def wrapper(self) -> Any:
+        """Wrapper; None once it was collected."""
+        return self._wrapper()
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the names and parameters that require gradients now."""
+        ignored = getattr(self.wrapper, "parameters_to_ignore", ())
+        named = self.wrapper.module.named_parameters()
+        return [(n, p) for n, p in named if p.requires_grad and n not in ignored]
+
+    def new_names(self, names: list[str]) -> list[str] | None:
+        """Return the names if they have changed since the last call."""
+        if names == self._names:
+            return None
+        self._names = names
+        return names
+
+    def norm(self, module: nn.Module) -> str | None:
+        """Return a batch norm's name in its first calls."""
+        if not self._norms:
+            self._norms = {id(m): (n, 0) for n, m in self.wrapper.module.named_modules()}
+        name, calls = self._norms.get(id(module), ("", _BATCH_NORMS_SEEN))
+        self._norms[id(module)] = name, calls + 1
+        return name if calls < _BATCH_NORMS_SEEN else None
+
+    @property
+    def hooked(self) -> bool:
+        """True if the program's own hook replaces the mean of gradients."""
+        wrapper = self.wrapper
+        hooks = (getattr(wrapper, "_comm_hooks", None), getattr(wrapper, "_hook", None))
+        changes = ("_before_reduce", "_after_reduce")
+        return any(hooks) or any(getattr(wrapper, name, None) is not None for name in changes)
+
+
+class Training:
+    """Observation of a rank's training.
+
+    Attributes:
+        optimizers: Optimizers that exist, with their numbers.
+        models: Wrapped modules by the ids of their wrappers.
+        inside: Wrappers whose forward is running, innermost last.
+        in_backward: True while backward runs.
+        gathered: Outputs and inputs of gathers in this step whose inputs need gradients.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._steps: dict[int, int] = {}
+        self.models: dict[int, Model] = {}
+        self._made = 0
+        self.inside: list[Model] = []
+        self.in_backward = False
+        self._scheduling = False
+        self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
+        self._forwards: list[tuple[Model, bool]] = []
+        for wrapper in (TORCHS_DDP, DistributedDataParallel):
+            observer.patch(wrapper, "__init__", self._make_init)
+            observer.patch(wrapper, "forward", self._make_forward)
+        observer.patch(DistributedDataParallel, "refit", self._make_refit)
+        observer.patch(Reducer, "weight", self._make_weight)
+        observer.patch(torch.autograd, "backward", self._make_backward)
+        observer.patch(Optimizer, "__init__", self._make_optimizer_init)
+        for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
+            if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
+                observer.patch(scheduler, "step", self._make_schedule)
+        hooks = (
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(
+                lambda optimizer, *_: observer.look(self._step, optimizer)
+            ),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
+        )
+        for hook in hooks:
+            observer.undo_at_end(hook.remove)
+
+    # -- wrappers ----------------------------------------------------------------------------
+
+    def _make_init(self, original: Any) -> Any:
+        def init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            original(wrapper, *args, **kwargs)
+            self._observer.look(self._wrapped, wrapper)
+
+        return init
+
+    def _wrapped(self, wrapper: Any) -> None:
+        if id(wrapper) in self.models and self.models[id(wrapper)].wrapper is wrapper:
+            return
+        model = self.models[id(wrapper)] = Model(self._made, wrapper)
+        self._made += 1
+        self._write_model(model)
+
+    def _write_model(self, model: Model) -> None:
+        wrapper, named = model.wrapper, model.trainable()
+        group = wrapper.process_group
+        model.reduced = {id(p) for _, p in named}
+        self._observer.emit(
+            "model",
+            model=model.number,
+            ranks=torch.distributed.get_process_group_ranks(group),
+            names=model.new_names([n for n, _ in named]) or [n for n, _ in named],
+            sends_buffers=_sends_buffers(wrapper),
+            parameters=[digest(p) for _, p in named],
+        )
+
+    def _make_refit(self, original: Any) -> Any:
+        def refit(wrapper: Any) -> None:
+            original(wrapper)
+            if id(wrapper) in self.models:
+                self._observer.look(self._write_model, self.models[id(wrapper)])
+
+        return refit
+
+    def _make_forward(self, original: Any) -> Any:
+        @compile_callees_only
+        def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            gradients = torch.is_grad_enabled()
+            model = self._observer.look(self._forward, wrapper, args, kwargs, gradients)
+            if model is None:
+                return original(wrapper, *args, **kwargs)
+            before = random_state()
+            self.inside.append(model)
+            try:
+                return original(wrapper, *args, **kwargs)
+            finally:
+                self.inside.pop()
+                if gradients:
+                    self._observer.look(self._left, model, before)
+
+        return forward
+
+    def _forward(self, wrapper: Any, args: Any, kwargs: Any, gradients: bool) -> Model | None:
+        model = self.models.get(id(wrapper))
+        if self.in_backward or model is None or model.wrapper is not wrapper:
+            return None  # recomputed in a checkpoint, or a copy
+        syncs = bool(wrapper.require_backward_grad_sync) and gradients
+        if gradients:
+            self._forwards.append((model, syncs))
+        first = next((p for _, p in model.trainable() if p.grad is not None), None)
+        self._observer.emit(
+            "forward",
+            model=model.number,
+            number=model.forwards,
+            gradients=gradients,
+            training=wrapper.module.training,
+            syncs=syncs,
+            accumulates=first is not None and first.grad is not None and bool(first.grad.any()),
+            inputs=digest_all((args, kwargs)),
+        )
+        model.forwards += gradients
+        return model
+
+    def _left(self, model: Model, before: int) -> None:
+        after = random_state()
+        if after != before and model.wrapper.module.training:
+            self._observer.emit(
+                "drew", model=model.number, number=model.forwards - 1, random=before
+            )
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        """Observe a call of a module: a wrapped one around its wrapper, or a batch norm."""
+        if torch.compiler.is_compiling() or not self.models:
+            return
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and self.inside:
+            if module.training and not isinstance(module, _NOT_BATCH_NORM):
+                self._observer.look(self._batch_norm, module, args)
+        elif not self.inside and not self.in_backward and torch.is_grad_enabled():
+            for model in self.models.values():
+                wrapper = model.wrapper
+                if wrapper is not None and wrapper.module is module:
+                    self._observer.look(self._around, model)
+
+    def _batch_norm(self, module: nn.Module, args: Any) -> None:
+        name = self.inside[-1].norm(module)
+        if name is not None and args and isinstance(args[0], Tensor):
+            self._observer.emit(
+                "batch_norm", model=self.inside[-1].number, name=name, samples=len(args[0])
+            )
+
+    def _around(self, model: Model) -> None:
+        self._observer.emit("around", model=model.number)
+
+    def _make_weight(self, original: Any) -> Any:
+        def weight(reducer: Any, value: Any) -> Any:
+            self._observer.look(self._observer.emit, "weight")
+            return original(reducer, value)
+
+        return weight
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _make_backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.in_backward or torch.compiler.is_compiling():
+                return original(tensors, *args, **kwargs)
+            self._observer.look(self._backward, tensors)
+            self.in_backward = True
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self.in_backward = False
+
+        return backward
+
+    def _backward(self, tensors: Any) -> None:
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        for outputs, own, line in self.gathered:
+            if uses(loss, outputs, own):
+                self._observer.emit("gathered", line=line, shape=list(own.shape))
+        self.gathered.clear()
+        self._observer.emit(
+            "backward",
+            models=sorted({model.number for model, _ in self._forwards}),
+            syncs=any(syncs for _, syncs in self._forwards),
+            hooked=any(model.hooked for model, _ in self._forwards if model.wrapper is not None),
+            terms=terms_of(loss),
+        )
+        self._forwards.clear()
+
+    # -- optimizers --------------------------------------------------------------------------
+
+    def _make_optimizer_init(self, original: Any) -> Any:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._observer.look(self._number, optimizer)
+
+        return init
+
+    def _number(self, optimizer: Any) -> int:
+        known = self.optimizers.get(optimizer)
+        if known is None:
+            known = self.optimizers[optimizer] = len(self._steps)
+            self._steps[known] = 0
+            self._observer.emit("optimizer", optimizer=known)
+        return known
+
+    def _step(self, optimizer: Any) -> None:
+        number = self._number(optimizer)
+        own = _ids(optimizer)
+        models = {m.number: m.trainable() for m in self._living()}
+        self._observer.emit(
+            "step",
+            optimizer=number,
+            number=self._steps[number],
+            models={
+                model: [digest(p) for _, p in named]
+                for model, named in models.items()
+                if any(id(p) in own for _, p in named)
+            },
+        )
+
+    def _living(self) -> list[Model]:
+        return [model for model in self.models.values() if model.wrapper is not None]
+
+    def _stepped(self, optimizer: Any) -> None:
+        if self._observer.active:
+            self._observer.look(self._after_step, optimizer)
+            self._observer.stepped()
+
+    def _after_step(self, optimizer: Any) -> None:
+        """Write the gradients only now: with a closure, the step begins before backward."""
+        number, own = self._number(optimizer), _ids(optimizer)
+        count = self._steps[number]
+        self._steps[number] += 1
+        everywhere = set().union(*map(_ids, self.optimizers))
+        models = {}
+        for model in self._living():
+            named = model.trainable()
+            if any(id(p) in own or id(p) not in everywhere for _, p in named):
+                models[model.number] = self._state(model, named, own, everywhere)
+        self._observer.emit(
+            "stepped",
+            optimizer=number,
+            number=count,
+            rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            options=repr([_options(group) for group in optimizer.param_groups]),
+            models=models,
+            # after steps 0, 1, 2, 4, …
+            state=None if count & (count - 1) else _optimizer_state(optimizer),
+        )
+
+    def _state(
+        self, model: Model, named: Any, own: set[int], everywhere: set[int]
+    ) -> dict[str, Any]:
+        """Return digests of a model's parameters and gradients, and the parameters left out."""
+        names = model.new_names([n for n, _ in named])
+        of_model = {id(p) for p in model.wrapper.module.parameters()}
+        state: dict[str, Any] = {
+            "owned": any(id(p) in own for _, p in named),
+            "gradients": [None if p.grad is None else digest(p.grad) for _, p in named],
+            "parameters": [digest(p) for _, p in named],
+            "late": [n for n, p in named if id(p) not in model.reduced and p.grad is not None],
+            "unowned": [
+                n
+                for n, p in named
+                if id(p) not in everywhere and p.grad is not None and bool(p.grad.any())
+            ],
+            "foreign": sum(i not in of_model for i in own),
+            "hooked": model.hooked,
+        }
+        return state if names is None else state | {"names": names}
+
+    def _make_schedule(self, original: Any) -> Any:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._scheduling:  # a scheduler of schedulers
+                return original(scheduler, *args, **kwargs)
+            self._scheduling = True
+            try:
+                result = original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling = False
+            self._observer.look(self._scheduled, scheduler)
+            return result
+
+        return step
+
+    def _scheduled(self, scheduler: Any) -> None:
+        number = self._schedulers.setdefault(scheduler, len(self._schedulers))
+        self._observer.emit("schedule", scheduler=number)
+
+
+def _ids(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _optimizer_state(optimizer: Any) -> list[list[Any]]:
+    """Return parameter, name and digest of each tensor of an optimizer's state."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [
+        [index, key, digest(value)]
+        for index, p in enumerate(parameters)
+        for key, value in sorted(optimizer.state.get(p, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    kept = (bool, int, float, str, tuple, type(None))
+    skipped = ("params", "lr", "param_names", "initial_lr")
+    return {k: v for k, v in group.items() if k not in skipped and isinstance(v, kept)}
+
+
+def _sends_buffers(wrapper: Any) -> bool:
+    """Return True if a forward without gradients may broadcast buffers."""
+    if not any(True for _ in wrapper.module.buffers()):
+        return False
+    syncs = getattr(wrapper, "broadcast_buffers", True) or getattr(
+        wrapper, "forward_sync_buffers", False
+    )
+    return bool(syncs) and bool(getattr(wrapper, "sync_buffers_in_eval", True))

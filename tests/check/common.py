@@ -1,0 +1,76 @@
+"""Programs under observation, in the processes that `run_ranks` keeps."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradwire.check import CHECKS, Finding, Observer, Run, choose, conclude
+from gradwire.testing import run_ranks
+
+LIMIT = 100.0
+
+
+def _as_under_torchrun(rank: int, world: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "1",
+        "GROUP_RANK": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def _rank(
+    program: Callable[..., Any], args: tuple[Any, ...], folder: str | None, steps: int
+) -> Any:
+    """Run a program on this rank, observed if there is a folder; return its result."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    variables = _as_under_torchrun(rank, world)
+    os.environ.update(variables)
+    torch.manual_seed(rank)
+    try:
+        if folder is None:
+            return program(*args)
+        with Observer(Path(folder), rank, steps=steps):
+            return program(*args)
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def run_plain(program: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
+    """Run a program without observing it."""
+    return run_ranks(_rank, ranks, backend="gloo", timeout=LIMIT, args=(program, args, None, 0))
+
+
+def check(
+    program: Callable[..., Any], *args: Any, ranks: int = 2, steps: int = 0
+) -> tuple[list[Finding], list[Any], Run]:
+    """Run a program observed; return the findings, its results and what was recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = (program, args, folder, steps)
+        results = run_ranks(_rank, ranks, backend="gloo", timeout=LIMIT, args=call)
+        run = Run.read(Path(folder))
+    blind = [event for rank in run.ranks for event in run.of("blind", rank)]
+    assert not blind, blind
+    return conclude(run, choose(CHECKS)), results, run
+
+
+def marked(program: Callable[..., Any], mark: str) -> str:
+    """Return the line of a program's file that ends with `# finds: mark`, as "file:line"."""
+    path = program.__code__.co_filename
+    lines = Path(path).read_text().splitlines()
+    found = [n for n, text in enumerate(lines, 1) if text.endswith(f"# finds: {mark}")]
+    assert len(found) == 1, (mark, found)
+    return f"{path}:{found[0]}"

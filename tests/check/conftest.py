@@ -1,0 +1,8 @@
+"""Path of the helpers of these tests, which ranks import, too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `check` is not installed
