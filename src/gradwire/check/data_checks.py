@@ -35,7 +35,6 @@ class SameBatches(Check):
     explains = ("shared-samples",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the inputs of forwards between ranks."""
         for model in run.replicas():
             inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
             for a, b in combinations(model.ranks, 2):
@@ -57,7 +56,6 @@ class SameOrder(Check):
     remedy = "Call sampler.set_epoch(epoch) at the beginning of each epoch"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare each epoch's order with the order of the one before."""
         ranks: dict[str, list[int]] = {}
         first: dict[str, Event] = {}
         for rank in run.ranks:
@@ -103,7 +101,6 @@ class UnevenBatches(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the numbers of batches and of forwards."""
         if run.any("join"):
             return
         for model in run.replicas():
@@ -171,7 +168,6 @@ class SharedSamples(Check):
     remedy = "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset))"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Intersect the ranks' samples in each epoch."""
         epochs = {rank: run.epochs(rank) for rank in run.ranks}
         for key in epochs[0] if epochs else ():
             for a, b in combinations(run.ranks, 2):
@@ -216,7 +212,6 @@ class SamplerSeed(Check):
     explains = ("shared-samples", "same-order")
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the seeds of samplers."""
         epochs = [run.epochs(rank) for rank in run.ranks]
         for key in epochs[0] if epochs else ():
             found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]

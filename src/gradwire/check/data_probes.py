@@ -47,21 +47,6 @@ def observe_data(observer: Observer) -> None:
     probe = _DataProbe(observer)
     base = loaders._BaseDataLoaderIter
 
-    def make_init(original: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            observer.look(probe.add, self, user_line())
-            original(self, *args, **kwargs)
-
-        return init
-
-    def make_iter(original: Any) -> Any:
-        def iterate(self: Any) -> Any:
-            iterator = original(self)
-            observer.look(probe.begin, self, iterator)
-            return iterator
-
-        return iterate
-
     def make_next(original: Any) -> Any:
         def following(self: Any) -> Any:
             observer.look(probe.before, self)
@@ -75,18 +60,10 @@ def observe_data(observer: Observer) -> None:
 
         return following
 
-    def make_index(original: Any) -> Any:
-        def next_index(self: Any) -> Any:
-            index = original(self)
-            observer.look(probe.requested, self, index)
-            return index
-
-        return next_index
-
-    observer.patch(DataLoader, "__init__", make_init)
-    observer.patch(DataLoader, "__iter__", make_iter)
+    observer.around(DataLoader, "__init__", before=probe.add)
+    observer.around(DataLoader, "__iter__", after=probe.begin)
     observer.patch(base, "__next__", make_next)
-    observer.patch(base, "_next_index", make_index)
+    observer.around(base, "_next_index", after=probe.requested)
 
 
 class _DataProbe:
@@ -97,13 +74,12 @@ class _DataProbe:
         self._epochs: WeakKeyDictionary[Any, _Epoch] = WeakKeyDictionary()
         self._early: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
-    def add(self, loader: Any, line: str) -> None:
-        self._loaders[loader] = _Loader(next(self._numbers), line)
+    def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
+        known = self._loaders[loader] = _Loader(next(self._numbers), user_line())
+        return known
 
-    def begin(self, loader: Any, iterator: Any) -> None:
-        known = self._loaders.get(loader)
-        if known is None:  # made before observing began
-            known = self._loaders[loader] = _Loader(next(self._numbers), user_line())
+    def begin(self, iterator: Any, loader: Any) -> None:
+        known = self._loaders.get(loader) or self.add(loader)  # made before observing began
         epoch = self._epochs[iterator] = _Epoch(known, known.epochs)
         epoch.indices.extend(self._early.pop(iterator, ()))
         known.epochs += 1
@@ -122,7 +98,7 @@ class _DataProbe:
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
         )
 
-    def requested(self, iterator: Any, index: Any) -> None:
+    def requested(self, index: Any, iterator: Any) -> None:
         if iterator in self._epochs:
             self._epochs[iterator].indices.append(index)
         else:  # prefetched by workers before the loader has returned the iterator
@@ -149,7 +125,7 @@ class _DataProbe:
             number=epoch.batches,
             index=[int(i) for i in index[:_MOST_SAMPLES]] if whole else None,
             samples=samples[:_MOST_SAMPLES],
-            order=zlib.crc32(repr((index if whole else None, samples)).encode()),
+            order=zlib.crc32(repr(index if whole else samples).encode()),
             # the first batch also draws the sampler's seed
             random=epoch.random if epoch.batches and after != epoch.random else None,
         )

@@ -40,7 +40,6 @@ class AroundWrapper(Check):
     explains = ("parameters-differ",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Find steps with different gradients after a call around the wrapper."""
         for model in run.replicas():
             calls = {rank: self._calls(run, model, rank) for rank in model.ranks}
             for events in run.steps("stepped", model):
@@ -86,7 +85,6 @@ class GatherWithoutGradient(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Report each line of such a gather once."""
         lines: dict[str, list[int]] = {}
         for rank in run.ranks:
             for event in run.of("gathered", rank):
@@ -120,7 +118,6 @@ class MeanOfMeans(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare what the terms of each reduction divide by."""
         if run.any("weight"):
             return
         for model in run.replicas():
@@ -167,7 +164,6 @@ class ClippedBeforeReduce(Check):
     remedy = "Clip after the backward that reduces the gradients, or after the all_reduce"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Find clips between a local backward and the reduction of its gradients."""
         found: dict[str, tuple[Event, list[int], str]] = {}
         for rank in run.ranks:
             for clip, parameter in self._clips(run.events[rank]):
@@ -210,7 +206,6 @@ class ScaledByWorldSize(Check):
     remedy = "Leave the factor out: after backward, gradients are the mean over ranks"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the factors of means with the number of ranks."""
         for model in run.replicas():
             reductions = [micro for ranks in _reductions(run, model) for micro in ranks]
             events = [event for micro in reductions for event in micro]
@@ -311,7 +306,6 @@ class SyncedMicroSteps(Check):
     remedy = "Run all but the last micro-step in `with model.no_sync():`, its forward included"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Count reduced backwards between steps."""
         for model in run.replicas():
             windows = self._windows(run.events[model.ranks[0]], model)
             several = [w for w in windows if len(w) > 1 and len({e["line"] for e in w}) == 1]

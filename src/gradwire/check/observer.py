@@ -105,7 +105,7 @@ class Observer:
             self.active = False
             self._path.with_name(f"{LIMIT_PREFIX}{self._rank}").touch()
 
-    def look(self, function: Callable[..., Any], *args: Any) -> Any:
+    def look(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that observes; record its error instead of raising it in the program.
 
         Returns None in other threads, in other observations, and while torch.compile traces.
@@ -117,7 +117,7 @@ class Observer:
             return None
         self.busy = True
         try:
-            return _outside(function, *args)
+            return _outside(function, *args, **kwargs)
         except Exception as error:
             self._failed.add(function.__name__)
             self.emit("blind", probe=function.__name__, error=repr(error)[:500])
@@ -137,6 +137,29 @@ class Observer:
 
         self._undo.append(undo)
 
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+    ) -> None:
+        """Call `before(...)` and `after(result, ...)` with the arguments of each `owner.name`."""
+
+        def make(original: Any) -> Any:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                if before is not None:
+                    self.look(before, *args, **kwargs)
+                result = original(*args, **kwargs)
+                if after is not None:
+                    self.look(after, result, *args, **kwargs)
+                return result
+
+            return called
+
+        self.patch(owner, name, make)
+
     def patch_everywhere(
         self, owners: Iterable[Any], name: str, make: Callable[[Any], Any]
     ) -> None:
@@ -154,9 +177,9 @@ class Observer:
 
 
 @runs_outside_contexts
-def _outside(function: Callable[..., Any], *args: Any) -> Any:
+def _outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 def user_line() -> str:

@@ -31,16 +31,16 @@ def observe_process(observer: Observer) -> None:
             observer.patch_everywhere((dist, c10d), name, _collective(observer, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         observer.patch_everywhere((utils, clip_grad), name, _clipping(observer, name))
-    observer.patch(torch, "save", _saving(observer))
+    began: list[float] = []
 
-    def make_enter(original: Any) -> Any:
-        def enter(join: Any) -> Any:
-            observer.look(observer.emit, "join")
-            return original(join)
+    def saved(*_: Any, **__: Any) -> None:
+        observer.emit("saved", since=began.pop(), until=time.monotonic())
 
-        return enter
+    def saving(*_: Any, **__: Any) -> None:
+        began[:] = [time.monotonic()]
 
-    observer.patch(Join, "__enter__", make_enter)
+    observer.around(torch, "save", before=saving, after=saved)
+    observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
 
 
 def _collective(observer: Observer, name: str) -> Callable[[Any], Any]:
@@ -128,20 +128,3 @@ def _clipped(observer: Observer, name: str, norm: Any, limit: Any, largest: Any)
     before = float(norm) if name == "clip_grad_norm_" else float(largest or 0.0)
     if isinstance(limit, (int, float, Tensor)) and before > float(limit):
         observer.emit("clipped", function=name, before=before, limit=float(limit))
-
-
-def _saving(observer: Observer) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            since = time.monotonic()
-            result = original(*args, **kwargs)
-            observer.look(_saved, observer, since)
-            return result
-
-        return save
-
-    return make
-
-
-def _saved(observer: Observer, since: float) -> None:
-    observer.emit("saved", since=since, until=time.monotonic())

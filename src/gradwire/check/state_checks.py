@@ -48,7 +48,6 @@ class StaleOptimizer(Check):
     explains = ("no-optimizer",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the optimizers' parameters with the models'."""
         for model in run.replicas():
             found = _left_out(run, model)
             if found is not None:
@@ -68,7 +67,6 @@ class NoOptimizer(Check):
     remedy = "Pass them to the optimizer, or set requires_grad=False before wrapping"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Find the parameters left out, if most are not."""
         for model in run.replicas():
             found = _left_out(run, model)
             if found is not None and len(found[0]) < len(model.names) / 2:
@@ -89,7 +87,6 @@ class ChangedAfterWrapping(Check):
     explains = ("parameters-differ",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the gradients of parameters that are not the wrapper's."""
         for model in run.replicas():
             for events in run.steps("stepped", model):
                 late = events[0]["models"][str(model.number)]["late"]
@@ -118,7 +115,6 @@ class SchedulerOnOneRank(Check):
     explains = ("learning-rates", "parameters-differ")
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the numbers of steps where learning rates differ."""
         for model in run.replicas():
             for events in run.steps("stepped", model):
                 if len({tuple(e["rates"]) for e in events}) == 1:
@@ -147,7 +143,6 @@ class LearningRates(Check):
     explains = ("parameters-differ",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare rates and options at each step."""
         for model in run.replicas():
             for events in run.steps("stepped", model):
                 if not all(e["models"][str(model.number)]["owned"] for e in events):
@@ -172,7 +167,6 @@ class OptimizerState(Check):
     explains = ("parameters-differ",)
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the digests of the state."""
         for model in run.replicas():
             for events in run.steps("stepped", model):
                 unequal = any(e["rates"] != events[0]["rates"] for e in events)
@@ -206,7 +200,6 @@ class ParametersDiffer(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Find the first step and the operation after which parameters differ."""
         for model in run.replicas():
             after = list(run.steps("stepped", model))
             if not after or run.hooked(model) or not self._always_reduced(run, model):
@@ -267,7 +260,6 @@ class RandomState(Check):
     remedy = "Seed each rank differently after the model is built: torch.manual_seed(seed + rank)"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare random states before forwards and batches."""
         for model in run.replicas():
             for a, b in combinations(model.ranks, 2):
                 found = self._forwards(run, model, a, b) or self._batches(run, a, b)
@@ -317,7 +309,6 @@ class BatchNorm(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the numbers of samples with the limit."""
         for model in run.replicas():
             calls = [
                 [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
@@ -346,7 +337,6 @@ class EvaluationOnOneRank(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare the evaluations between the same two steps."""
         for model in run.replicas():
             if not model.sends_buffers:
                 continue
@@ -391,7 +381,6 @@ class SlowSave(Check):
     remedy = "Raise the timeout of init_process_group, or save in the background"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Compare waits with the times of saves."""
         for rank in run.ranks:
             for wait in run.of("waited", rank):
                 seconds = wait["until"] - wait["since"]

@@ -99,12 +99,12 @@ class Training:
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
         self._forwards: list[tuple[Model, bool]] = []
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
-            observer.patch(wrapper, "__init__", self._make_init)
+            observer.around(wrapper, "__init__", after=self._wrapped)
             observer.patch(wrapper, "forward", self._make_forward)
-        observer.patch(DistributedDataParallel, "refit", self._make_refit)
-        observer.patch(Reducer, "weight", self._make_weight)
+        observer.around(DistributedDataParallel, "refit", after=self._write_model)
+        observer.around(Reducer, "weight", before=lambda *_: observer.emit("weight"))
         observer.patch(torch.autograd, "backward", self._make_backward)
-        observer.patch(Optimizer, "__init__", self._make_optimizer_init)
+        observer.around(Optimizer, "__init__", after=lambda _, own, *a, **k: self._number(own))
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
                 observer.patch(scheduler, "step", self._make_schedule)
@@ -120,40 +120,25 @@ class Training:
 
     # -- wrappers ----------------------------------------------------------------------------
 
-    def _make_init(self, original: Any) -> Any:
-        def init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            original(wrapper, *args, **kwargs)
-            self._observer.look(self._wrapped, wrapper)
+    def _wrapped(self, _: None, wrapper: Any, *__: Any, **___: Any) -> None:
+        model = self.models.get(id(wrapper))
+        if model is None or model.wrapper is not wrapper:  # else a subclass's
+            self.models[id(wrapper)] = Model(self._made, wrapper)
+            self._made += 1
+            self._write_model(None, wrapper)
 
-        return init
-
-    def _wrapped(self, wrapper: Any) -> None:
-        if id(wrapper) in self.models and self.models[id(wrapper)].wrapper is wrapper:
-            return
-        model = self.models[id(wrapper)] = Model(self._made, wrapper)
-        self._made += 1
-        self._write_model(model)
-
-    def _write_model(self, model: Model) -> None:
-        wrapper, named = model.wrapper, model.trainable()
-        group = wrapper.process_group
+    def _write_model(self, _: None, wrapper: Any) -> None:
+        model = self.models[id(wrapper)]
+        named = model.trainable()
         model.reduced = {id(p) for _, p in named}
+        model.new_names([n for n, _ in named])
         self._observer.emit(
             "model",
             model=model.number,
-            ranks=torch.distributed.get_process_group_ranks(group),
-            names=model.new_names([n for n, _ in named]) or [n for n, _ in named],
+            ranks=torch.distributed.get_process_group_ranks(wrapper.process_group),
+            names=[n for n, _ in named],
             sends_buffers=_sends_buffers(wrapper),
-            parameters=[digest(p) for _, p in named],
         )
-
-    def _make_refit(self, original: Any) -> Any:
-        def refit(wrapper: Any) -> None:
-            original(wrapper)
-            if id(wrapper) in self.models:
-                self._observer.look(self._write_model, self.models[id(wrapper)])
-
-        return refit
 
     def _make_forward(self, original: Any) -> Any:
         @compile_callees_only
@@ -224,13 +209,6 @@ class Training:
     def _around(self, model: Model) -> None:
         self._observer.emit("around", model=model.number)
 
-    def _make_weight(self, original: Any) -> Any:
-        def weight(reducer: Any, value: Any) -> Any:
-            self._observer.look(self._observer.emit, "weight")
-            return original(reducer, value)
-
-        return weight
-
     # -- backward ----------------------------------------------------------------------------
 
     def _make_backward(self, original: Any) -> Any:
@@ -262,13 +240,6 @@ class Training:
         self._forwards.clear()
 
     # -- optimizers --------------------------------------------------------------------------
-
-    def _make_optimizer_init(self, original: Any) -> Any:
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._observer.look(self._number, optimizer)
-
-        return init
 
     def _number(self, optimizer: Any) -> int:
         known = self.optimizers.get(optimizer)
