@@ -31,7 +31,7 @@ class Outcome:
     """End of a checked program.
 
     Attributes:
-        run: What the ranks recorded.
+        run: Records of all ranks.
         failed: Rank and exit code of the ranks that failed by themselves.
         stalled: True if the ranks were ended because nothing happened for too long.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded, and what a check finds in it."""
+"""Records of the ranks of a run, and the findings of checks in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
         check: Name of the check.
         finds: Mistake that the check looks for.
         summary: Description with the values that show it.
-        remedy: What to change.
+        remedy: Advice for the program.
         ranks: Ranks that it was seen on.
         line: Line of the program, as "file:line"; "" if unknown.
         tensor: Parameter or tensor; "" if none.
@@ -212,8 +212,8 @@ class Check:
     Attributes:
         name: Name for `--only` and `--skip`.
         finds: The mistake.
-        evidence: What must have been observed; otherwise the check is silent.
-        remedy: What to change.
+        evidence: Observation without which the check is silent.
+        remedy: Advice for the program.
         explains: Names of checks whose findings follow from this one's.
     """
 

@@ -186,7 +186,7 @@ class OptimizerState(Check):
 
 
 class ParametersDiffer(Check):
-    """Replicas that are no longer equal."""
+    """Replicas that have become different."""
 
     name = "parameters-differ"
     finds = "parameters differ between ranks"
