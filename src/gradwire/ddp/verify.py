@@ -21,6 +21,7 @@ from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
 from gradwire.ddp.layouts import dense_parts
 from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.reducer.tally import Forwards
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
@@ -132,14 +133,15 @@ class Replicas:
         elif self._noted is None or self._noted.step != self._reducer.step:
             self._noted = _Snapshot(self._named, self._reducer.step, changes=changes)
 
-    def _message(self, forwards: tuple[int, int]) -> Tensor | None:
+    def _message(self, forwards: Forwards) -> Tensor | None:
         """Return what is sent at the end of a backward; None if no digest is due."""
         if not self._is_due():
             return None
         step = self._reducer.step - 1
         self._sent = self._noted or _Snapshot(self._named, step, changes=True)
         self._noted = None
-        return self._sent.message(self._reducer.group, forwards)
+        counts = forwards.skipped, forwards.begun
+        return self._sent.message(self._reducer.group, counts)
 
     def _is_due(self) -> bool:
         return 0 < self.every <= self._sums.backwards

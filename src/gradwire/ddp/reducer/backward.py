@@ -225,7 +225,8 @@ class Backward:
         another.
         """
         with self.domain.lock:
-            self.turn.take(b for b in self.others() if b.running and b.turn.taken)
+            others = self.others()
+            self.turn.take([b for b in others if b.running and b.turn.taken] if others else ())
 
     def give_turn_up(self) -> None:
         """Let no other reducer wait for this one, which sends nothing more in this backward."""
@@ -260,8 +261,7 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
-        counts = self.forwards.skipped, self.forwards.begun
-        self.replicas.send(self.launcher, counts, joined=joined or self.shadowed)
+        self.replicas.send(self.launcher, self.forwards, joined=joined or self.shadowed)
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.ddp.reducer.launch import Launcher
+from gradwire.ddp.reducer.tally import Forwards
 
 Sharer = TypeVar("Sharer")
-Message = Callable[[tuple[int, int]], Tensor | None]
+Message = Callable[[Forwards], Tensor | None]
 
 
 class Turn(Generic[Sharer]):
@@ -31,10 +32,11 @@ class Turn(Generic[Sharer]):
         """Begin a backward without a position."""
         self.taken = False
 
-    def take(self, earlier: Iterable[Sharer]) -> None:
+    def take(self, earlier: Sequence[Sharer]) -> None:
         """Follow the ones that already have a position."""
         self.taken = True
-        self.predecessors.update(earlier)
+        if earlier:
+            self.predecessors.update(earlier)
 
 
 class ArrivalOrder:
@@ -132,14 +134,14 @@ class ReplicaSums:
         """Set the method that returns the message, or None if none is due."""
         self._message = weakref.WeakMethod(message)
 
-    def send(self, launcher: Launcher, forwards: tuple[int, int], *, joined: bool) -> None:
+    def send(self, launcher: Launcher, forwards: Forwards, *, joined: bool) -> None:
         """Count a reduced backward, and begin to add up the messages if they are due.
 
         Ranks are together then: their next forwards may differ in number.
 
         Args:
             launcher: Sender.
-            forwards: Numbers of this rank's forwards skipped and begun, see `Forwards`.
+            forwards: Counts of this rank's forwards.
             joined: True if a rank has run out of input: it has old parameters.
         """
         message = None if self._message is None else self._message()
