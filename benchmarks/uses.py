@@ -109,7 +109,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 HOOKS: Mapping[str, Mapping[str, Any]] = {
     "all_reduce": {"prepare": _hook("all_reduce", default_hooks.allreduce_hook)},
     "fp16": {"prepare": _hook("fp16", default_hooks.fp16_compress_hook)},
-    "bf16": {"prepare": _hook("bf16", default_hooks.bf16_compress_hook)},
+    # PyTorch's bf16 hook refuses the CPU
+    "bf16, torch's fp16": {"prepare": _hook("bf16", default_hooks.fp16_compress_hook)},
     "torch's allreduce_hook": {"prepare": _hook(default_hooks.allreduce_hook)},
     "torch's fp16_compress_hook": {"prepare": _hook(default_hooks.fp16_compress_hook)},
     "torch's PowerSGD": {
