@@ -49,7 +49,6 @@ class Replicas:
     number: int
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    sends_buffers: bool
     line: str
 
 
@@ -119,13 +118,7 @@ class Run:
             for model in {e["model"]: e for e in models}.values():
                 found.setdefault((model["model"], tuple(model["ranks"])), []).append(model)
         return [
-            Replicas(
-                number,
-                ranks,
-                tuple(models[0]["names"]),
-                models[0]["sends_buffers"],
-                models[0]["line"],
-            )
+            Replicas(number, ranks, tuple(models[0]["names"]), models[0]["line"])
             for (number, ranks), models in found.items()
             if len(models) == len(ranks) > 1
             and all(m["names"] == models[0]["names"] for m in models)

@@ -338,11 +338,11 @@ class EvaluationOnOneRank(Check):
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
-            if not model.sends_buffers:
-                continue
             evaluations = {rank: self._by_step(run, model, rank) for rank in model.ranks}
             for a in model.ranks:
                 for step, event in evaluations[a].items():
+                    if not event["sends_buffers"]:
+                        continue
                     without = [
                         b
                         for b in model.ranks

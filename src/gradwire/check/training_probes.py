@@ -137,7 +137,6 @@ class Training:
             model=model.number,
             ranks=torch.distributed.get_process_group_ranks(wrapper.process_group),
             names=[n for n, _ in named],
-            sends_buffers=_sends_buffers(wrapper),
         )
 
     def _make_forward(self, original: Any) -> Any:
@@ -173,6 +172,7 @@ class Training:
             gradients=gradients,
             training=wrapper.module.training,
             syncs=syncs,
+            sends_buffers=bool(wrapper.require_forward_param_sync) and _sends_buffers(wrapper),
             accumulates=first is not None and first.grad is not None and bool(first.grad.any()),
             inputs=digest_all((args, kwargs)),
         )

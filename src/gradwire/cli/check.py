@@ -131,6 +131,6 @@ def _notes(outcome: Outcome, checks: int) -> list[str]:
     if outcome.stalled:
         notes.append("the ranks made no progress and were ended; see gradwire run --recorder")
     if run.ranks and not run.replicas():
-        notes.append("no model was wrapped in DistributedDataParallel: most checks need one")
+        notes.append("no DistributedDataParallel was seen on several ranks: most checks need one")
     blind = {e["probe"]: e["error"] for rank in run.ranks for e in run.of("blind", rank)}
     return [*notes, *(f"{probe} could not observe: {error}" for probe, error in blind.items())]
