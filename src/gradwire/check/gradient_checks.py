@@ -14,7 +14,7 @@ from gradwire.check.run import Check, Event, Finding, Replicas, Run
 _WORLD_SIZE = ("world_size", "WORLD_SIZE", "num_processes", "nprocs")
 
 
-def _differing(events: list[Event], model: Replicas, field: str) -> str | None:
+def differing(events: list[Event], model: Replicas, field: str) -> str | None:
     """Return the name of the first parameter whose digests differ between ranks."""
     states = [e["models"][str(model.number)] for e in events]
     values = [state[field] if isinstance(state, dict) else state for state in states]
@@ -47,7 +47,7 @@ class AroundWrapper(Check):
                     calls[r].get((e["optimizer"], e["number"]))
                     for r, e in zip(model.ranks, events, strict=True)
                 ]
-                name = _differing(events, model, "gradients")
+                name = differing(events, model, "gradients")
                 if name is not None and None not in at and at[0] is not None:
                     yield self.found(
                         "the gradients differ between ranks", at[0], model.ranks, tensor=name

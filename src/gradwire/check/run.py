@@ -148,8 +148,10 @@ class Run:
             for rank in model.ranks
         ]
         for key in by_rank[0]:
-            if all(key in events for events in by_rank):
-                yield [events[key] for events in by_rank]
+            found = [events[key] for events in by_rank if key in events]
+            # different lines: ranks have different optimizers under one number
+            if len(found) == len(by_rank) and len({event["line"] for event in found}) == 1:
+                yield found
 
     def hooked(self, model: Replicas) -> bool:
         """Return True if a hook of the program's own replaces the mean of the gradients."""

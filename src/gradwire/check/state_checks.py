@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from gradwire.check.gradient_checks import _differing
+from gradwire.check.gradient_checks import differing
 from gradwire.check.run import Check, Event, Finding, Replicas, Run
 
 _FEWEST = 3
@@ -90,7 +90,7 @@ class ChangedAfterWrapping(Check):
         for model in run.replicas():
             for events in run.steps("stepped", model):
                 late = events[0]["models"][str(model.number)]["late"]
-                if late and _differing(events, model, "gradients") in late:
+                if late and differing(events, model, "gradients") in late:
                     text = f"{len(late)} parameters have gradients of their own on each rank"
                     yield self.found(
                         text, events[0], model.ranks, line=model.line, tensor=_shown(late)
@@ -169,10 +169,8 @@ class OptimizerState(Check):
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
             for events in run.steps("stepped", model):
-                unequal = any(e["rates"] != events[0]["rates"] for e in events)
-                given = [e["models"][str(model.number)]["gradients"] for e in events]
-                unequal = unequal or any(g != given[0] for g in given)
-                if unequal:
+                given = [(e["rates"], e["models"][str(model.number)]["gradients"]) for e in events]
+                if any(one != given[0] for one in given):
                     break
                 states = [e["state"] for e in events]
                 if any(not s or [x[:2] for x in s] != [x[:2] for x in states[0]] for s in states):
@@ -204,7 +202,7 @@ class ParametersDiffer(Check):
             after = list(run.steps("stepped", model))
             if not after or run.hooked(model) or not self._always_reduced(run, model):
                 continue
-            if _differing(after[-1], model, "parameters") is None:
+            if differing(after[-1], model, "parameters") is None:
                 continue
             found = self._first(run, model)
             if found is not None:
@@ -228,14 +226,14 @@ class ParametersDiffer(Check):
         afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in run.steps("stepped", model)}
         for events in run.steps("step", model):
             at = events[0]
-            name = _differing(events, model, "")
+            name = differing(events, model, "")
             if name is not None:
                 text = f"changed between {previous} and the step at {_short(at['line'])}"
                 return self.found(text, at, model.ranks, tensor=name)
             stepped = afterwards.get((at["optimizer"], at["number"]), events)
-            name = _differing(stepped, model, "parameters")
+            name = differing(stepped, model, "parameters")
             if name is not None:
-                cause = _differing(stepped, model, "gradients")
+                cause = differing(stepped, model, "gradients")
                 text = "after optimizer.step(), " + (
                     f"whose gradients of {cause} differ" if cause else "with equal gradients"
                 )
