@@ -16,6 +16,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.group import waits_on_cpu
+from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer import streams
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.hooks.result import after
@@ -152,7 +153,8 @@ def test_on_an_accelerator_a_callback_waits_for_the_work_itself(device, synchron
 
 def test_the_allocator_knows_who_used_a_buffer_that_is_released(monkeypatch):
     module, log = nn.Linear(2, 2), []
-    assigner = BucketAssigner(["w"], [module.weight], SimpleNamespace(size=lambda: 2), lazy=True)
+    group, options = SimpleNamespace(size=lambda: 2), ReducerOptions(lazy=True)
+    assigner = BucketAssigner([("w", module.weight)], group, options)
     buckets = BucketSet(assigner)
     buckets.make([0], with_hook=True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")

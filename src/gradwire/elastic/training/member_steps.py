@@ -136,7 +136,7 @@ class MemberSteps:
             if shard.first in self._held and self._tree is not None:
                 self._tree.add(shard.first, self._tree.copy_of(self._held[shard.first]))
                 continue
-            self._begin_shard(shard)
+            self.begin_shard(shard)
             self._speeds.begin()
             yield shard
 
@@ -156,7 +156,7 @@ class MemberSteps:
                 self._tree.clear()
         self._settled = True
 
-    def _begin_shard(self, shard: Shard) -> None:
+    def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and restore buffers."""
         if self._reproducible and shard.first != self.dealt[0].first:
             self.state.put_buffers_back(self.committed_steps)
