@@ -131,7 +131,7 @@ def test_a_state_follows_its_parameters_into_other_buckets(change):
 
     def by_name(net):
         parts = {}
-        for k, errors in net._hook_state.error_dict.items():
+        for k, errors in net._comm_hook.state.error_dict.items():
             bucket = net.reducer.layout[k]
             pieces = errors.split([part.numel for part in bucket])
             parts.update({p.name: x.clone() for p, x in zip(bucket, pieces, strict=True)})
