@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.cli.launch import RankFailure, Send
+from gradwire.cli.launch import RankEnv, RankFailure, Send, join_group
 from gradwire.cli.launch import launch as launch_ranks
-from gradwire.cli.rank_env import RankEnv, join_group
 
 __all__ = ["launch"]
 

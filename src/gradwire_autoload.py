@@ -1,18 +1,19 @@
 """Entry point that PyTorch calls at the end of `import torch` where gradwire is installed.
 
 It registers the backend "shm" with torch.distributed, for programs that name it without importing
-gradwire, and reads five environment variables:
+gradwire, and reads environment variables:
 
 - GRADWIRE_COMPAT=1 calls `gradwire.compat.install()`.
 - GRADWIRE_BACKEND=shm replaces Gloo by shm for CPU tensors.
 - GRADWIRE_LAUNCHER is set by `gradwire run` to its process ID: ranks end when that process ends.
+- GRADWIRE_ELASTIC_REPORTS is set by the supervisor of an elastic run: errors are reported to it.
 - GRADWIRE_RECORDER=DIR makes `gradwire.recorder` write dumps to DIR, and GRADWIRE_TIMELINE=FILE a
   timeline to FILE.
 
 This module is outside the package because every process that imports torch runs it, and a module
 of the package would import the package. It has no import of gradwire: functions of the package are
 looked up by name when they are called, when the first group is made or by a variable above.
-Errors in this module must not stop `import torch`.
+Errors in this module must not stop `import torch`, except for variables with invalid values.
 """
 
 from __future__ import annotations
@@ -22,22 +23,38 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
 
 def load() -> None:
-    """Register shm and apply the environment variables; warn about errors."""
+    """Register shm and apply the environment variables; warn about errors.
+
+    Raises:
+        ValueError: GRADWIRE_COMPAT or GRADWIRE_BACKEND has an invalid value.
+    """
+    backend, compat = check_variables()
     _try(_end_with_launcher, "this rank would outlive its launcher")
     _try(register_shm, "the backend shm is not registered")
-    if _asked_for("GRADWIRE_BACKEND", on="shm", off=("", "gloo")):
+    if backend:
         _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm has no effect")
     if os.environ.get("GRADWIRE_RECORDER") or os.environ.get("GRADWIRE_TIMELINE"):
         _try(_start_recorder, "GRADWIRE_RECORDER and GRADWIRE_TIMELINE have no effect")
-    if _asked_for("GRADWIRE_COMPAT", on="1", off=("", "0")):
+    if os.environ.get("GRADWIRE_ELASTIC_REPORTS"):
+        _try(_report_errors, "the supervisor will not know this process's errors")
+    if compat:
         _try(_install_compat, "GRADWIRE_COMPAT=1 has no effect")
+
+
+def check_variables() -> tuple[bool, bool]:
+    """Return True for each of GRADWIRE_BACKEND and GRADWIRE_COMPAT that is on.
+
+    Raises:
+        ValueError: One of them has an invalid value.
+    """
+    return _is_on("GRADWIRE_BACKEND", "shm", "gloo"), _is_on("GRADWIRE_COMPAT", "1", "0")
 
 
 def _end_with_launcher() -> None:
@@ -109,6 +126,10 @@ def _start_recorder() -> None:
     importlib.import_module("gradwire.recorder")  # reads both variables
 
 
+def _report_errors() -> None:
+    _call("gradwire.elastic.members", "end_with_reports")
+
+
 def _install_compat() -> None:
     _call("gradwire.compat", "install")
 
@@ -123,10 +144,10 @@ def _c10d() -> Any:
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 
-def _asked_for(variable: str, on: str, off: Iterable[str]) -> bool:
+def _is_on(variable: str, on: str, off: str) -> bool:
     value = os.environ.get(variable, "")
-    if value != on and value not in off:
-        _warn(f"{variable} is {value!r}, which is not a valid value: set it to {on}, or unset it")
+    if value not in ("", on, off):
+        raise ValueError(f"{variable} is {value!r}: set it to {on} or {off}, or unset it")
     return value == on
 
 

@@ -3,7 +3,8 @@
 This module exports the names that most training scripts use. The packages `gradwire.hooks`,
 `gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors`, `gradwire.recorder`
 and `gradwire.shm` export the others. They are imported together with this module, or on first use
-in a program that has not imported torch yet.
+in a program that has not imported torch yet. `gradwire.compat`, `gradwire.elastic`,
+`gradwire.local_sgd`, `gradwire.testing` and `gradwire.tuning` are always imported on first use.
 """
 
 import importlib
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("collectives", "ddp", "devices", "errors", "hooks", "recorder", "shm")
+_ON_USE = ("compat", "elastic", "local_sgd", "testing", "tuning")
 _HOMES = {
     "DataParallel": "devices",
     "DistributedDataParallel": "ddp",
@@ -50,7 +52,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in _PACKAGES:
+    if name not in _HOMES and name not in (*_PACKAGES, *_ON_USE):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name, name)
     if home != "errors":
@@ -62,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_PACKAGES})
+    return sorted({*globals(), *_HOMES, *_PACKAGES, *_ON_USE})
 
 
 def _may_wait() -> bool:

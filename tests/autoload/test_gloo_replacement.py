@@ -57,6 +57,10 @@ def test_groups_report_gloo(run, tmp_path):
         return ended
 
     on, off = with_variables("on", **ON), with_variables("off")
+    line = "gradwire: 2 ranks use shm in place of Gloo, because GRADWIRE_BACKEND is shm"
+    assert on.stderr.count(line) == 1
+    assert line not in off.stderr
+    assert line not in with_variables("quiet", **ON, GRADWIRE_QUIET="1").stderr
     assert on.stdout == off.stdout
     assert "('gloo', 'cpu:gloo,cuda:gloo')" in on.stdout
 

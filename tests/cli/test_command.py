@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import gradwire.cli
 from gradwire._version import __version__
 from gradwire.cli.app import app
-from gradwire.cli.rank_env import RankEnv
+from gradwire.cli.launch import RankEnv
 
 TORCHRUN = {
     "RANK": "0",
@@ -121,6 +121,28 @@ for line in ("--help", "demo --help", "doctor -h", "explain --help", "plan --hel
 
 def test_help_and_usage_errors_do_not_import_pytorch(run):
     assert run(HELP).returncode == 0
+
+
+def test_invalid_variable_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])
+    monkeypatch.setenv("GRADWIRE_COMPAT", "yes")
+    with pytest.raises(SystemExit) as exit_:
+        gradwire.cli.main()
+    assert str(exit_.value) == "gradwire: GRADWIRE_COMPAT is 'yes': set it to 1 or 0, or unset it"
+
+
+@pytest.mark.parametrize("arguments", [["run", "a\x1b[31m.py"], ["no\x1b[31m"]])
+def test_control_characters_in_errors_are_escaped(arguments):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "\\x1b[31m" in result.output
+    assert "\x1b" not in result.output
+
+
+def test_plan_of_a_function_with_arguments_is_a_usage_error():
+    result = CliRunner().invoke(app, ["plan", "math:sqrt"])
+    assert result.exit_code == 2
+    assert "'math:sqrt' cannot be called without arguments" in result.output
 
 
 def test_unencodable_characters_are_replaced(monkeypatch):

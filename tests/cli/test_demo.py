@@ -29,7 +29,7 @@ def check_output(out: str) -> None:
     (accuracy,) = [row for row in rows if row[0] == "test accuracy"]
     assert accuracy[1] == epoch[2]
     assert float(accuracy[1].rstrip("%")) > 80
-    for name in ("gradwire", "torch's DDP"):
+    for name in ("gradwire", "torch's DDP", "torch on Gloo"):
         (times,) = [row for row in rows if row[0] == name]
         step, compute, exposed = (float(cell.removesuffix(" ms")) for cell in times[1:])
         assert compute > 0

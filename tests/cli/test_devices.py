@@ -14,10 +14,9 @@ from gradwire.cli.app import app
 from gradwire.cli.demo import wrap
 from gradwire.cli.demo.options import DEVICES, DemoOptions
 from gradwire.cli.demo.rank import Result
-from gradwire.cli.demo.report import failures
-from gradwire.cli.demo.task import load_digits
-from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, train
-from gradwire.cli.rank_env import RankEnv
+from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, load_digits, train
+from gradwire.cli.demo.view import failures
+from gradwire.cli.launch import RankEnv
 
 OPTIONS = DemoOptions(4, epochs=1, mode=DEVICES)
 TIMES = {"compute": 0.1, "gradwire": 0.1}

@@ -181,6 +181,33 @@ def test_host_name_that_does_not_resolve(monkeypatch):
     assert "/etc/hosts" in found.remedy
 
 
+def test_failure_under_load_is_unclear(monkeypatch):
+    failed = Trial("gloo", reason="RuntimeError: timeout")
+    monkeypatch.setattr(trial, "cores", lambda: 2.0)
+    monkeypatch.setattr(trial.os, "getloadavg", lambda: (0.5, 0, 0))
+    assert trial._unless_busy(failed, 2) == failed
+    monkeypatch.setattr(trial.os, "getloadavg", lambda: (7.0, 0, 0))
+    found = trial._unless_busy(failed, 2)
+    assert found.busy
+    assert "RuntimeError: timeout; the load average was 7.0 on 2 cores" in found.reason
+    assert not trial._unless_busy(Trial("gloo", works=True), 2).busy
+    monkeypatch.setattr(command, "try_backend", lambda name, nproc, gradients: found)
+    monkeypatch.setattr(command, "run_checks", lambda nproc: [])
+    assert "unclear" in CliRunner().invoke(app, ["doctor", "--backend", "gloo"]).stdout
+    monkeypatch.setattr(checks, "cores", lambda: 2.0)
+    assert checks._load().state == checks.WARN
+
+
+def test_backend_of_a_plain_program(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_BACKEND", raising=False)
+    assert 'init_process_group("gloo") uses Gloo' in checks._default_backend().found
+    monkeypatch.setenv("GRADWIRE_BACKEND", "shm")
+    monkeypatch.setattr(checks, "_autoload", lambda: checks.Check("import torch", checks.GOOD, ""))
+    assert "uses shm" in checks._default_backend().found
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.undo()
+
+
 def test_unavailable_backend_is_not_tried(monkeypatch):
     monkeypatch.setattr(trial.dist, "is_backend_available", lambda name: False)
     assert try_backend("nccl", 2) == Trial(

@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 
-from gradwire.cli.launch import RankFailure, launch
-from gradwire.cli.rank_env import RankEnv
+from gradwire.cli.launch import RankEnv, RankFailure, launch
 
 JOBS = """
 import os, threading
@@ -16,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from gradwire.cli.rank_env import join_group
+from gradwire.cli.launch import join_group
 
 
 def send_sum(env, send):

@@ -15,10 +15,19 @@ from gradwire import hooks
 from gradwire.cli.demo import wrap
 from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.rank import Result
-from gradwire.cli.demo.report import failures, show_result
-from gradwire.cli.demo.task import TRAIN_IMAGES, batches, build_model, load_digits
-from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, largest_difference, train
-from gradwire.cli.rank_env import RankEnv
+from gradwire.cli.demo.train import (
+    TOLERANCE,
+    TRAIN_IMAGES,
+    Difference,
+    Epoch,
+    batches,
+    build_model,
+    largest_difference,
+    load_digits,
+    train,
+)
+from gradwire.cli.demo.view import failures, show_result
+from gradwire.cli.launch import RankEnv
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gradwire.cli import run_launch as launch
 from gradwire.cli.app import app
-from gradwire.cli.run import launch
-from gradwire.cli.run.agent import collecting_agent
-from gradwire.cli.run.command import parse_options
+from gradwire.cli.run import parse_options
+from gradwire.cli.run_launch import collecting_agent
 from gradwire.errors import ArgumentError
 
 PROGRAM = """
@@ -92,12 +92,16 @@ def test_missing_autoload_is_reported(monkeypatch):
         (["nosuch.py"], "PROGRAM is 'nosuch.py', which does not exist in"),
         (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0: pass at least 1"),
         (["--nproc-per-node", "x", __file__], "--nproc-per-node is 'x': Unsupported"),
+        (["--nproc-per-node", "2"], "PROGRAM is missing: pass a Python file, or -m and a module"),
+        ([], "PROGRAM is missing: pass a Python file, or -m and a module"),
+        (["--max-restarts", "x", __file__], "argument --max-restarts/--max_restarts: invalid int"),
     ],
 )
 def test_invalid_programs_are_rejected_before_start(arguments, message):
     result = CliRunner().invoke(app, ["run", *arguments])
     assert result.exit_code == 2
     assert message in result.output
+    assert "run [OPTIONS] PROGRAM [ARGUMENTS...]\n" in result.output
 
 
 def test_programs_that_python_runs_are_accepted(monkeypatch, tmp_path):
@@ -263,7 +267,45 @@ def children_of(pid: int) -> list[int]:
 def test_elastic_members_are_supervised(command, environment, tmp_path):
     program = tmp_path / "hello.py"
     program.write_text("import sys; print(f'hello {sys.argv[1]}', flush=True)")
-    options = ("--elastic", "--nproc-per-node", "2")
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    (dumps / "rank_5").write_text("of an earlier run")
+    options = ("--elastic", "--standalone", "--nproc-per-node", "2", "--recorder", str(dumps))
     code, out, _ = command("-m", "gradwire", "run", *options, str(program), "x").end()
     assert code == 0
     assert out.count("hello x") == 2
+    assert not (dumps / "rank_5").exists()
+
+
+FAILING = """
+import torch
+from gradwire import elastic
+net = torch.nn.Linear(2, 1)
+run = elastic.join()
+run.keep(model=net)
+for step in run.steps(3, samples=8, batch=8):
+    raise ValueError("bad data")
+"""
+
+
+@pytest.mark.wide
+def test_dumps_of_elastic_members_are_explained(command, environment, tmp_path):
+    program, dumps = tmp_path / "train.py", tmp_path / "dumps"
+    program.write_text(FAILING)
+    options = ("--elastic", "--nproc-per-node", "2", "--recorder", str(dumps))
+    code, _, err = command("-m", "gradwire", "run", *options, str(program)).end()
+    assert code == 1
+    assert "[member 1] ValueError: bad data" in err
+    assert "every start ended with ValueError: bad data at step 0; exit code 1" in err
+    code, out, _ = command("-m", "gradwire", "explain", str(dumps), "--json").end()
+    assert code == 1
+    assert "ValueError" in json.loads(out)["findings"][0]["summary"]
+
+
+@pytest.mark.wide
+def test_an_error_before_the_run_reaches_the_supervisor(command, environment, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("import torch\nraise ValueError('no data')")
+    code, _, err = command("-m", "gradwire", "run", "--elastic", str(program)).end()
+    assert code == 1
+    assert "gave up after 1 restart: every start ended with ValueError: no data; exit code 1" in err

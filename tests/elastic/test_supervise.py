@@ -125,7 +125,59 @@ sys.exit(1)
 """
     assert supervised(program, nproc=2, max_restarts=50) == 1
     assert supervised.starts <= 4
-    assert "every start ended with ValueError: bad data at step 3" in supervised.text
+    assert "gave up after 2 restarts: every start ended with ValueError: bad data at step 3" in (
+        supervised.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        (
+            "tell(error='KeyError', message='a\\x1b[31m\\nb', step=None); sys.exit(1)",
+            r"KeyError: a\x1b[31m\nb",
+        ),
+    ],
+)
+def test_an_error_at_the_start_of_all_processes_ends_all(
+    supervised: Supervised, program: str, error: str
+) -> None:
+    start = program if "tell" in program else f"{program}"
+    command = [sys.executable, "-c", START.replace("tell(finished=False)", "") + start]
+    code = elastic.supervise(
+        [*command, str(supervised.folder)], nproc=2, max_restarts=50, log=supervised.lines.append
+    )
+    assert code == (3 if "3" in program else 1)
+    assert supervised.starts <= 4
+    assert f"gave up after 2 restarts: every start ended with {error}; exit code" in supervised.text
+    assert all(line.isprintable() for line in supervised.lines)
+
+
+def test_the_end_names_the_last_failure_when_no_restarts_are_left(supervised: Supervised) -> None:
+    program = "tell(member=7); sys.exit(number + 2)"
+    assert supervised(program, nproc=1, max_restarts=1) == 3
+    first, *_, last = supervised.lines
+    assert first.startswith("started process ")
+    assert "gave up after 1 restart: the last failure: process" in last
+    assert "(member 7) ended with exit code 3; exit code 3" in last
+
+
+def test_processes_with_a_recorder_have_a_rank(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_RECORDER", str(supervised.folder / "dumps"))
+    monkeypatch.delenv("RANK", raising=False)
+    program = """
+place = os.environ["RANK"]
+(folder / f"rank-{place}-{number}").touch()
+if place == "1" and number < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+tell(finished=True)
+"""
+    assert supervised(program, nproc=2) == 0
+    places = sorted(path.name.split("-")[1] for path in supervised.folder.glob("rank-*"))
+    assert places == ["0", "1", "1"]
 
 
 def test_errors_at_other_steps_are_tried_again(supervised: Supervised) -> None:
@@ -208,10 +260,12 @@ def test_an_interrupt_is_raised_after_the_processes_have_ended(supervised: Super
         (["--serve", "127.0.0.1:70000"], "--serve is '127.0.0.1:70000': give host:port"),
         (["--serve", "192.0.2.1:0"], "no store can be served at 192.0.2.1:0"),
         (["--store", "10.0.0.1", __file__], "store is '10.0.0.1': give host:port"),
-        (["--nproc-per-node", "0", __file__], "nproc is 0: pass 1 or more"),
+        (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0: pass at least 1"),
         (["--members", "0", __file__], "members is 0: pass 1 or more"),
         (["--grace", "-1", __file__], "grace is -1.0: pass 0 or more"),
-        (["nosuch.py"], "there is no script 'nosuch.py'"),
+        (["nosuch.py"], "PROGRAM is 'nosuch.py', which does not exist in"),
+        ([], "PROGRAM is missing: pass a Python file, or -m and a module"),
+        (["--standalone", "--store", "h:1", __file__], "--standalone serves a store here"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_usage_errors(
@@ -271,6 +325,17 @@ def test_an_uncaught_run_over_error_ends_a_program_with_its_code(
         sys.excepthook(RunOverError, RunOverError("it is done", code), None)
     assert raised.value.code == code
     assert capsys.readouterr().err == "gradwire: it is done\n"
+
+
+def test_a_traceback_has_the_number_of_the_member(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with elastic.join(dist.HashStore()) as run:
+        error = ValueError("bad\x1b[31m\ndata")
+        sys.excepthook(ValueError, error, None)
+        begin = f"[member {run.number}] "
+    assert capsys.readouterr().err == f"{begin}ValueError: bad\\x1b[31m\n{begin}data\n"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.cli.demo.task import load_digits
+from gradwire.cli.demo.train import load_digits
 from gradwire.ddp import DistributedDataParallel
 from gradwire.local_sgd import diloco
 from gradwire.testing import run_ranks

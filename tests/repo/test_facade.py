@@ -7,12 +7,14 @@ import importlib.metadata
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 import gradwire
 from gradwire import _torch
 
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 MODULES = ["gradwire"] + [
     module.name
     for module in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
@@ -41,6 +43,14 @@ def test_the_packages_are_there_without_another_import() -> None:
     subprocess.check_call([sys.executable, "-c", code], timeout=60)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("first", ["", "import torch"])
+def test_the_other_packages_are_imported_on_first_use(first: str) -> None:
+    code = "import sys, gradwire as g; assert 'gradwire.elastic' not in sys.modules; "
+    code += "g.elastic.join, g.local_sgd.diloco, g.compat.install, g.testing.run_ranks, g.tuning"
+    subprocess.check_call([sys.executable, "-c", f"{first}\n{code}"], timeout=60)
+
+
 LAZY = """
 import sys
 import gradwire
@@ -65,7 +75,7 @@ assert "shm" in sys.modules["torch"].distributed.Backend.backend_list
 """
 
 
-def test_names_are_imported_when_they_are_used(run) -> None:
+def test_names_are_imported_when_they_are_used(run: Run) -> None:
     assert run(LAZY).returncode == 0
 
 
@@ -79,7 +89,9 @@ def test_names_are_imported_when_they_are_used(run) -> None:
         ("import gradwire.hooks", {"GRADWIRE_COMPAT": "1", "PYTHONWARNINGS": "error"}),
     ],
 )
-def test_they_are_imported_at_once_where_something_depends_on_it(run, first, variables) -> None:
+def test_they_are_imported_at_once_where_something_depends_on_it(
+    run: Run, first: str, variables: dict[str, str]
+) -> None:
     assert run(EAGER.format(first=first), **variables).returncode == 0
 
 

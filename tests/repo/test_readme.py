@@ -4,6 +4,7 @@ installs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -99,3 +100,14 @@ def test_the_newest_torch_is_the_newest_that_counts_as_tested() -> None:
     version = Version(pins_of("constraints-newest.txt")["torch"])
     assert version > Version(pins_of("constraints.txt")["torch"])
     assert version.release[:2] == NEWEST_TESTED
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")))
+def test_reference_pages_that_order_their_names_have_all(page: Path) -> None:
+    """`hooks` and `recorder` leave out names that other pages have, or that are internal."""
+    text = page.read_text(encoding="utf-8")
+    listed = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
+    module = importlib.import_module(f"gradwire.{page.stem}")
+    missing = set(module.__all__) - set(listed)
+    assert not set(listed) - set(module.__all__)
+    assert not listed or missing <= {"Auto", "auto", "measure_cluster", "register_container"}

@@ -10,6 +10,8 @@ import io
 import sys
 from importlib.util import find_spec
 
+from gradwire_autoload import check_variables
+
 __all__ = ["main"]
 
 _COMMAND = ("click", "rich")
@@ -28,6 +30,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # for characters that an encoding lacks, such as µ
+    try:
+        check_variables()
+    except ValueError as error:
+        sys.exit(f"gradwire: {error}")
     from gradwire.cli.app import app
 
     app(prog_name="gradwire")

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from gradwire._text import printable
 from gradwire._version import __version__
 from gradwire.cli.check import check
 from gradwire.cli.demo.command import demo
 from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain import explain
 from gradwire.cli.plan import plan
-from gradwire.cli.run.command import run
+from gradwire.cli.run import run
 from gradwire.cli.timeline import timeline
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _App(click.Group):
+    """Group whose errors show control characters as escapes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            vars(error)["message"] = "\n".join(map(printable, error.message.splitlines()))
+            raise
+
+
+@click.group(cls=_App, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="gradwire %(version)s")
 def app() -> None:
     """The communication layer of data-parallel PyTorch training."""

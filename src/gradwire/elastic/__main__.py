@@ -6,18 +6,26 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gradwire.elastic.members import SHUTDOWN_SECONDS, parse_address, serve_store, supervise
 from gradwire.errors import ArgumentError
 
 
-def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> int:
+def main(
+    arguments: Sequence[str],
+    prog: str = "python -m gradwire.elastic",
+    prepare: Callable[[Path], None] = lambda directory: directory.mkdir(
+        parents=True, exist_ok=True
+    ),
+) -> int:
     """Run a command line.
 
     Args:
         arguments: Arguments without the program's name.
         prog: Name of the program in the help.
+        prepare: Function that creates the directory of dumps.
 
     Returns:
         Exit code.
@@ -28,9 +36,16 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
         if options.serve:
             return _serve(options.serve)
         if options.script is None:
-            parser.error("pass a script, or --serve HOST:PORT")
+            parser.error("PROGRAM is missing: pass a Python file, or -m and a module")
         if not (options.module or options.script == "-" or os.path.exists(options.script)):
-            parser.error(f"there is no script {options.script!r}")
+            parser.error(f"PROGRAM is {options.script!r}, which does not exist in {os.getcwd()}")
+        if options.standalone and options.store:
+            parser.error("--standalone serves a store here: omit it, or omit --store")
+        if options.nproc_per_node < 1:
+            parser.error(f"--nproc-per-node is {options.nproc_per_node}: pass at least 1")
+        if options.recorder:
+            prepare(Path(options.recorder))
+            os.environ["GRADWIRE_RECORDER"] = os.path.abspath(options.recorder)
         return supervise(
             [sys.executable, "-u", *["-m"] * options.module, options.script, *options.arguments],
             nproc=options.nproc_per_node,
@@ -47,8 +62,17 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
     about = "Run processes on this host whose training continues when any of them dies."
-    parser = argparse.ArgumentParser(prog=prog, description=about)
+    usage = f"{prog} [OPTIONS] PROGRAM [ARGUMENTS...]"
+    parser = argparse.ArgumentParser(usage=usage, prog=prog, description=about)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
+    parser.add_argument(
+        "--standalone", action="store_true", help="one host; the default, as without --store"
+    )
+    parser.add_argument(
+        "--recorder",
+        metavar="DIRECTORY",
+        help="directory of dumps, which members write on failures and at the end",
+    )
     parser.add_argument(
         "--max-restarts", type=int, default=3, help="restarts of failed processes, in all"
     )
@@ -73,9 +97,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         f"{SHUTDOWN_SECONDS:g}, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
     )
     parser.add_argument("--serve", metavar="HOST:PORT", help="only serve a store")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
-    parser.add_argument("script", nargs="?", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("-m", dest="module", action="store_true", help="run PROGRAM as a module")
+    parser.add_argument("script", metavar="PROGRAM", nargs="?", help="a Python file")
+    parser.add_argument(
+        "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of PROGRAM"
+    )
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -273,6 +274,10 @@ def _join_hosts(
 # --- GRADWIRE_BACKEND=shm: groups that a program requests on Gloo use shm instead ---
 
 
+QUIET = "GRADWIRE_QUIET"
+_announced: list[int] = []
+
+
 def make_group_without_gloo(
     make: Callable[[str], tuple[Any, Any]], backend: str
 ) -> tuple[Any, Any]:
@@ -289,9 +294,23 @@ def make_group_without_gloo(
     instead = with_shm(backend)
     group, store = make(instead)
     if instead != backend and isinstance(group, ProcessGroup):
+        _announce(group)
         _world.pg_map[group] = (backend, _world.pg_map[group][1])
         _world.pg_backend_config[group] = str(BackendConfig(Backend(backend)))
     return group, store
+
+
+def _announce(group: ProcessGroup) -> None:
+    """Say on rank 0 of the first group what is in place."""
+    if _announced or group.rank() != 0 or os.environ.get(QUIET, "0") not in ("", "0"):
+        return
+    _announced.append(group.size())
+    print(
+        f"gradwire: {group.size()} ranks use shm in place of Gloo, because GRADWIRE_BACKEND is "
+        f"shm ({QUIET}=1 hides this line)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def with_shm(backend: str) -> str:

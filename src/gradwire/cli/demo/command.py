@@ -26,8 +26,7 @@ from gradwire.cli.demo.options import (
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
-    from gradwire.cli.launch import Send
-    from gradwire.cli.rank_env import RankEnv
+    from gradwire.cli.launch import RankEnv, Send
 
 _POSITIVE = click.IntRange(min=1)
 _USAGE = 2  # click's exit code for wrong options
@@ -62,7 +61,7 @@ def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any)
 
     With --mode devices, one process trains with DataParallel on 4 replicas on the CPU.
     """
-    from gradwire.cli.rank_env import RankEnv, exit_rank
+    from gradwire.cli.launch import RankEnv, exit_rank
 
     env = None
     try:
@@ -150,8 +149,7 @@ def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
     from rich.console import Console
 
     from gradwire.cli.demo.rank import Result
-    from gradwire.cli.demo.report import failures, show_result
-    from gradwire.cli.demo.view import View
+    from gradwire.cli.demo.view import View, failures, show_result
 
     console = Console(highlight=False)
     results: list[Result] = []

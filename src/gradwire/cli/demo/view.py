@@ -1,4 +1,4 @@
-"""Progress of the demo: a line per epoch, and a progress bar on terminals."""
+"""Display of the demo: a line per epoch, progress bars on terminals, and two tables of results."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
 
 from gradwire.cli.demo.options import DEVICES, TEST_IMAGES, TRAIN_IMAGES, DemoOptions
-from gradwire.cli.demo.rank import Backend, Round
-from gradwire.cli.demo.task import build_model, parameter_count
-from gradwire.cli.demo.timing import ROUNDS
-from gradwire.cli.demo.train import Epoch
+from gradwire.cli.demo.rank import COMPUTE, ROUNDS, TIMED_ROUNDS, TORCH, Backend, Result, Round
+from gradwire.cli.demo.train import TOLERANCE, Epoch, build_model, parameter_count
+from gradwire.cli.demo.wrap import HOOKS
 
 _LINES = 12  # approximate number of epochs with a line
 
@@ -93,3 +94,102 @@ class View:
                 f"{f'{epoch.number}/{total}':>8}   {epoch.loss:6.4f}   "
                 f"{epoch.correct / TEST_IMAGES:>13.1%}   {epoch.difference.absolute:>30.1e}",
             )
+
+
+_ROUNDING = (
+    "Sums in different orders round differently, in float32 at the 7th digit. A relative "
+    f"difference (norm of the difference over norm of the parameter) up to {TOLERANCE:.0e} counts "
+    "as rounding; a gradient lost in a single step would cause 1e-04 or more."
+)
+
+
+def failures(result: Result, options: DemoOptions) -> list[str]:
+    """Return descriptions of errors in the result; empty if it is right."""
+    found = []
+    if not result.same_bits:
+        found.append("the processes ended with different parameters")
+    difference = result.last.difference
+    if not HOOKS[options.hook].lossy and not difference.is_rounding:
+        twin = "the network without replicas" if options.mode == DEVICES else "one process"
+        found.append(
+            f"the difference to {twin} ({difference.relative:.1e}) is more than rounding "
+            f"({TOLERANCE:.0e})"
+        )
+    return found
+
+
+def show_result(console: Console, result: Result, options: DemoOptions) -> None:
+    """Print the result with explanations."""
+    for table, explanation in (
+        (_training(result, options), _explained_difference(options)),
+        (_times(result, options), _explained_times(result, options)),
+    ):
+        console.print()
+        console.print(table)
+        console.print(explanation, style="dim")
+    for failure in failures(result, options):
+        console.print(f"\n[bold red]FAILED[/]: {failure}")
+
+
+def _training(result: Result, options: DemoOptions) -> Table:
+    last, difference = result.last, result.last.difference
+    table = _table("training", "", "")
+    table.columns[2].justify = "left"
+    accuracy = f"{last.correct / TEST_IMAGES:.1%}"
+    table.add_row("test accuracy", accuracy, f"{last.correct} of {TEST_IMAGES} digits recognized")
+    table.add_row("training loss", f"{last.loss:.4f}", "mean over the last epoch")
+    if options.mode != DEVICES:
+        same, meaning = ("equal", "bit for bit") if result.same_bits else _DIFFERENT
+        table.add_row("parameters in all processes", same, meaning)
+    verdict = "[green]rounding[/]" if difference.is_rounding else "[red]more than rounding[/]"
+    if HOOKS[options.hook].lossy:
+        verdict = f"not rounding: {options.hook} is lossy"
+    table.add_row("largest difference to the twin", f"{difference.absolute:.1e}", verdict)
+    table.add_row("largest relative difference", f"{difference.relative:.1e}")
+    return table
+
+
+_DIFFERENT = ("differ", "[red]must be equal[/]")
+
+
+def _explained_difference(options: DemoOptions) -> str:
+    if HOOKS[options.hook].lossy:
+        return (
+            f"The hook {options.hook} compresses gradients for slow networks. The twin's gradients "
+            "are not compressed, so its parameters differ."
+        )
+    return _ROUNDING
+
+
+def _times(result: Result, options: DemoOptions) -> Table:
+    rest = "replicas" if options.mode == DEVICES else "exposed communication"
+    table = _table("time per step", "whole step", "compute", rest)
+    compute = result.times[COMPUTE]
+    for name, step in result.times.items():
+        if name != COMPUTE:
+            parts = (step, compute, step - compute)
+            table.add_row(name, *(f"{seconds * 1e3:.2f} ms" for seconds in parts))
+    return table
+
+
+def _explained_times(result: Result, options: DemoOptions) -> str:
+    text = f"Medians of {TIMED_ROUNDS} alternating steps. Compute is a step of the bare network; "
+    if options.mode == DEVICES:
+        return text + (
+            "replicas is the additional time to scatter and gather the batch, to copy parameters "
+            "to the replicas and to add their gradients. The replicas share this CPU and save no "
+            "time; torch's DataParallel does not run on the CPU."
+        )
+    text += "exposed communication is the additional time of a step."
+    if TORCH not in result.times:
+        limit = HOOKS[options.hook].torch_limit
+        text += f" With {options.hook}, torch's DDP is omitted: it {limit}."
+    return text
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

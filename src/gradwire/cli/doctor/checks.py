@@ -21,7 +21,7 @@ import torch
 
 from gradwire._limits import check_available, cores
 from gradwire._torch import NEWEST_TESTED
-from gradwire.shm.register import is_available
+from gradwire.shm.register import is_available, with_shm
 
 GOOD, WARN, BAD = "ok", "warning", "problem"
 _DESCRIPTORS_A_RANK = 64  # per group; each peer needs a socket and descriptors of its memory
@@ -54,7 +54,9 @@ def run_checks(nproc: int) -> list[Check]:
         _versions(),
         _system(),
         _autoload(),
+        _default_backend(),
         _cores(nproc),
+        _load(),
         _threads(nproc),
         _memory(),
         _descriptors(nproc),
@@ -90,6 +92,26 @@ def _autoload() -> Check:
     why = "gradwire is not installed" if not found else "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1"
     remedy = "install gradwire, or unset the variable, or import gradwire in programs"
     return Check("import torch", WARN, f"does not load gradwire: {why}", remedy)
+
+
+def _default_backend() -> Check:
+    """Show the backend that `init_process_group("gloo")` of a plain program gets."""
+    asked = 'init_process_group("gloo") uses '
+    name = "default backend"
+    if os.environ.get("GRADWIRE_BACKEND") != "shm":
+        return Check(name, GOOD, f"{asked}Gloo; with GRADWIRE_BACKEND=shm, it uses shm")
+    if with_shm("gloo") != "shm" or _autoload().state != GOOD:
+        return Check(name, WARN, f"{asked}Gloo, although GRADWIRE_BACKEND is shm", "see above")
+    return Check(name, GOOD, f"{asked}shm, because GRADWIRE_BACKEND is shm")
+
+
+def _load() -> Check:
+    load = os.getloadavg()[0]
+    found = f"{load:.1f} on average in the last minute"
+    if load > cores():
+        remedy = "other programs use the cores: times and failures above may be theirs"
+        return Check("load", WARN, found, remedy)
+    return Check("load", GOOD, found)
 
 
 def _cores(nproc: int) -> Check:

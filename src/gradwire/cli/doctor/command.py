@@ -44,14 +44,20 @@ def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> 
     """Try each backend between processes, and check limits and settings of this machine.
 
     The exit code is 0 if all backends that this machine supports work with right gradients and no
-    check found a problem, and 1 otherwise.
+    check found a problem, and 1 otherwise. If a trial fails while the load average exceeds the
+    number of cores, the result is unclear.
     """
     from rich.console import Console
 
-    checks = run_checks(nproc)
+    progress = Console(stderr=True)  # shows nothing unless it is a terminal
+    with progress.status("checking limits and settings ..."):
+        checks = run_checks(nproc)
     earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    trials = []
     try:  # processes and folders of trials are removed on SIGTERM as well
-        trials = [try_backend(name, nproc, gradients=gradients) for name in names or BACKENDS]
+        for name in names or BACKENDS:
+            with progress.status(f"trying {name} in {nproc} processes, for at most 90 s ..."):
+                trials.append(try_backend(name, nproc, gradients=gradients))
     finally:
         signal.signal(signal.SIGTERM, earlier)
     if as_json:
@@ -115,6 +121,7 @@ def _backends(trials: Sequence[Trial]) -> Table:
     for trial in trials:
         if not trial.works:
             works = "[red]no[/]" if trial.tried else "not available"
+            works = "[yellow]unclear[/]" if trial.busy else works
             table.add_row(trial.backend, works, "", "", "")
             continue
         right, of = trial.gradients

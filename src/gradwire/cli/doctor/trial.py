@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire import collectives as c
+from gradwire._limits import cores
 from gradwire._processes import Child, kill_all, spawn
 from gradwire.testing import gradcheck
 
@@ -90,6 +91,7 @@ class Trial:
         works: True if ranks could use it.
         reason: Error, or the missing requirement if it was not tried; "" if it works.
         tried: True if it was tried.
+        busy: True if it failed while the load average exceeded the number of cores.
         latency_us: Median time of an all_reduce of 40 bytes.
         bandwidth_mb: MB per second of an all_reduce of 16 MiB.
         gradients: Number of ops with right gradients, and number of ops.
@@ -101,6 +103,7 @@ class Trial:
     works: bool = False
     reason: str = ""
     tried: bool = True
+    busy: bool = False
     latency_us: float = 0.0
     bandwidth_mb: float = 0.0
     gradients: tuple[int, int] = (0, len(OPS))
@@ -122,9 +125,18 @@ def try_backend(backend: str, nproc: int, *, gradients: bool = True) -> Trial:
             for rank in range(nproc):
                 store = str(Path(place) / "store")
                 ranks.append(spawn(_rank, backend, rank, nproc, store, gradients))
-            return _result(backend, ranks)
+            return _unless_busy(_result(backend, ranks), nproc)
         finally:
             kill_all([process for process, _ in ranks])
+
+
+def _unless_busy(trial: Trial, nproc: int) -> Trial:
+    """Return the trial, marked as unclear if it failed on a machine that had no time for it."""
+    load = os.getloadavg()[0]
+    if not trial.works and load > max(cores(), nproc):
+        busy = f"the load average was {load:.1f} on {cores():g} cores: try again when it is lower"
+        return replace(trial, busy=True, reason=f"{trial.reason}; {busy}")
+    return trial
 
 
 def _lacks(backend: str, nproc: int) -> str:

@@ -7,13 +7,15 @@ process may fail after its run is done, and all may fail with the same error at 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from gradwire._text import printable
 from gradwire.errors import RunOverError
 
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
@@ -59,24 +61,42 @@ def report(**fields: Any) -> None:
             os.write(int(number), json.dumps(fields).encode() + b"\n")
 
 
-def end_with_reports(step: Callable[[], int | None]) -> None:
+def end_with_reports(
+    member: int | None = None, step: Callable[[], int | None] = lambda: None
+) -> None:
     """Report uncaught errors to the supervisor; exit with the code of a RunOverError.
 
+    The lines of their tracebacks begin with the member's number.
+
     Args:
+        member: Number of this member; None before it has joined.
         step: Function that returns the current step; None if there is none.
     """
     before = getattr(sys.excepthook, "gradwire_before", sys.excepthook)
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, RunOverError):
             report(over=str(error))
             print(f"gradwire: {error}", file=sys.stderr, flush=True)
             sys.exit(error.code)  # the interpreter handles SystemExit
         if isinstance(error, Exception):
             report(error=kind.__name__, message=str(error)[:TEXT], step=step())
-        before(kind, error, traceback)
+        with contextlib.nullcontext() if member is None else _numbered_lines(member):
+            before(kind, error, trace)
 
     hook.gradwire_before = before  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def _numbered_lines(member: int) -> Iterator[None]:
+    """Begin each line that is written to stderr inside the block with the member's number."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+    finally:
+        lines = text.getvalue().splitlines()
+        numbered = (f"[member {member}] {printable(line)}\n" for line in lines)
+        sys.stderr.write("".join(numbered))  # one write, since members share the terminal
+        sys.stderr.flush()

@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire._processes import end_with_parent
+from gradwire._text import printable
 from gradwire.elastic.members.reports import Reports
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 60.0  # until a message says that processes still run after the run
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+RECORDER_VARIABLE = "GRADWIRE_RECORDER"
 
 
 @dataclass(frozen=True)
 class _Member:
-    """Process of a member, and its pipe."""
+    """Process of a member, its pipe, and its place among the processes of this host."""
 
     process: subprocess.Popen[bytes]
     reports: Reports
+    place: int
 
     def __str__(self) -> str:
         return f"process {self.process.pid}"
@@ -58,14 +61,17 @@ class Supervisor:
         self._patience = WAIT_SECONDS if grace is None else grace
         self._last_code = 0  # exit code of the process that ended last
         self._failed_code = 0  # exit code of a failure that no other process makes up for
-        self._same_errors: list[tuple[str, int]] = []
+        self._same_errors: list[tuple[str, int | None]] = []
+        self._started = 0
+        self._gave_up = ""  # why processes are no longer restarted
         self._kill_at: float | None = None
         self.signals: list[int] = []
         self.stopped_by = 0
 
     def run(self) -> int | None:
         """Return the exit code when all processes have ended; None if a signal ended them."""
-        self._running += [self._start() for _ in range(self._nproc)]
+        self._running += [self._start(place) for place in range(self._nproc)]
+        self._log(f"started {self._names()}")
         while self._running:
             for member in [m for m in self._running if m.process.poll() is not None]:
                 self._running.remove(member)
@@ -78,7 +84,11 @@ class Supervisor:
             self._log(f"all processes have ended after {_name(self.stopped_by)}")
             return None
         code = self._failed_code or (self._last_code if self._done_at is None else 0)
-        self._log(f"all processes have ended; exit code {code}")
+        if code and self._gave_up:
+            restarts = _restarts(self._started - self._nproc)
+            self._log(f"gave up after {restarts}: {self._gave_up}; exit code {code}")
+        else:
+            self._log(f"all processes have ended; exit code {code}")
         return code
 
     def end(self) -> None:
@@ -94,12 +104,15 @@ class Supervisor:
             member.reports.read()
         self._running.clear()
 
-    def _start(self) -> _Member:
+    def _start(self, place: int) -> _Member:
         reports = Reports()
+        environment = {**self._environment, **reports.environment}
+        if environment.get(RECORDER_VARIABLE, "0") not in ("", "0"):
+            environment["RANK"] = str(place)  # names the process's dumps
         try:
             process = subprocess.Popen(
                 self._command,
-                env={**self._environment, **reports.environment},
+                env=environment,
                 pass_fds=[reports.sender],
                 # a terminal's signals reach the supervisor only, which forwards them once
                 start_new_session=True,
@@ -111,8 +124,9 @@ class Supervisor:
             reports.read()
             raise
         reports.started()
+        self._started += 1
         self._on_start(process.pid)
-        return _Member(process, reports)
+        return _Member(process, reports, place)
 
     def _ended(self, member: _Member) -> None:
         """Log how a process ended; start another one in its place if that can help."""
@@ -131,28 +145,32 @@ class Supervisor:
         elif done or "over" in said:
             self._failed_code = self._last_code
             self._log(f"{how}; not restarted, because the run is done")
-        elif self._repeats(said):
+        elif self._repeats(code, said):
             self._failed_code = self._last_code
-            self._log(
-                f"every start ended with {said['error']}: {said['message']} at step "
-                f"{said['step']}; no process is restarted"
-            )
+            self._gave_up = f"every start ended with {_error(code, said)}"
+            self._log(f"{how}; not restarted")
             self._stop()
         elif self._restarts:
             self._restarts -= 1
-            self._running.append(self._start())
-            self._log(
-                f"{how}; started {self._running[-1]} in its place ({self._restarts} restarts left)"
-            )
+            self._running.append(self._start(member.place))
+            left = _restarts(self._restarts)
+            self._log(f"{how}; started {self._running[-1]} in its place ({left} left)")
         else:
+            self._gave_up = f"the last failure: {how}"
             self._log(f"{how}; not restarted: no restarts are left")
 
-    def _repeats(self, said: dict[str, Any]) -> bool:
-        """Return True if more than `nproc` processes in a row ended with the same error."""
-        if said.get("step") is None:
+    def _repeats(self, code: int, said: dict[str, Any]) -> bool:
+        """Return True if more than `nproc` processes in a row ended with the same error.
+
+        That is the same error at the same step, or, before `join`, the same exit code.
+        """
+        if "error" in said:
+            error = (said["error"], said["step"])
+        elif not said and code > 0:
+            error = (f"exit code {code}", None)
+        else:
             self._same_errors.clear()
             return False
-        error = (said["error"], said["step"])
         if self._same_errors[-1:] != [error]:
             self._same_errors.clear()
         self._same_errors.append(error)
@@ -160,7 +178,7 @@ class Supervisor:
 
     def _take_signal(self, number: int) -> None:
         again = number == self.stopped_by == signal.SIGINT
-        self._log(f"got {_name(number)}; sent it to {', '.join(map(str, self._running))}")
+        self._log(f"got {_name(number)}; sent it to {self._names()}")
         self._send(signal.SIGKILL if again else number)
         if number in ENDING and not self.stopped_by:
             self.stopped_by = number
@@ -172,7 +190,7 @@ class Supervisor:
 
     def _check_time(self) -> None:
         """End the processes whose time is over."""
-        now, running = time.monotonic(), ", ".join(map(str, self._running))
+        now, running = time.monotonic(), self._names()
         if not running:
             return
         if self._kill_at is not None:
@@ -190,6 +208,9 @@ class Supervisor:
                 self._failed_code = self._failed_code or 1
                 self._stop()
 
+    def _names(self) -> str:
+        return ", ".join(map(str, self._running))
+
     def _send(self, number: int) -> None:
         for member in self._running:
             member.process.send_signal(number)
@@ -197,12 +218,23 @@ class Supervisor:
 
 def _how(member: _Member, said: dict[str, Any]) -> str:
     code = member.process.returncode
+    number = f" (member {said['member']})" if "member" in said else ""
     if code < 0:
-        return f"{member} was killed by {_name(-code)}"
+        return f"{member}{number} was killed by {_name(-code)}"
+    ended = f"{member}{number} ended with {_error(code, said)}"
+    return f"{ended} (exit code {code})" if "error" in said else ended
+
+
+def _error(code: int, said: dict[str, Any]) -> str:
+    """Return the reported error on one line, or the exit code."""
     if "error" not in said:
-        return f"{member} ended with exit code {code}"
+        return f"exit code {code}"
     step = "" if said["step"] is None else f" at step {said['step']}"
-    return f"{member} ended with {said['error']}: {said['message']}{step} (exit code {code})"
+    return printable(f"{said['error']}: {said['message']}{step}")
+
+
+def _restarts(number: int) -> str:
+    return "1 restart" if number == 1 else f"{number} restarts"
 
 
 def _name(number: int) -> str:

@@ -106,7 +106,9 @@ def join(
     run = Run(
         runtime, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
     )
-    report(finished=False)  # a previous run of this process may have finished
+    report(finished=False, member=run.number)  # a previous run of this process may have finished
     known = weakref.ref(run)
-    end_with_reports(lambda: None if (found := known()) is None else found.committed_steps)
+    end_with_reports(
+        run.number, lambda: None if (found := known()) is None else found.committed_steps
+    )
     return run

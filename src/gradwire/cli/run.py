@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
+from gradwire._text import printable
 from gradwire.errors import ArgumentError
 
 _DESCRIPTION = """\
@@ -40,16 +42,18 @@ examples:
 
 With other launchers (Ray, Slurm, Lightning), set environment variables: GRADWIRE_COMPAT=1,
 GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY, GRADWIRE_TIMELINE=FILE."""
+_MISSING = "PROGRAM is missing: pass a Python file, or -m and a module"
 ELASTIC = "--elastic"
 _FAILED = 1
 _INTERRUPTED = 130
 
 
 def _run_elastic(arguments: tuple[str, ...]) -> int:
+    from gradwire.cli.run_launch import empty
     from gradwire.elastic.__main__ import main as elastic_main
 
     try:
-        return elastic_main(arguments, prog=f"gradwire run {ELASTIC}")
+        return elastic_main(arguments, prog=f"gradwire run {ELASTIC}", prepare=empty)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -58,7 +62,7 @@ def _run_elastic(arguments: tuple[str, ...]) -> int:
     add_help_option=False,  # the parser has its own help, with torchrun's options
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="PROGRAM [ARGUMENTS...]", nargs=-1, type=click.UNPROCESSED)
 def run(arguments: tuple[str, ...]) -> None:
     """Run an unmodified training program on gradwire, as torchrun does.
 
@@ -67,7 +71,7 @@ def run(arguments: tuple[str, ...]) -> None:
     if arguments and arguments[0] == ELASTIC:
         sys.exit(_run_elastic(arguments[1:]))
     if not arguments:
-        raise click.UsageError("PROGRAM is missing: pass a Python file, or -m and a module")
+        raise click.UsageError(_MISSING)
     if arguments[0] in ("-h", "--help"):
         click.echo(short_help())
         return
@@ -75,14 +79,14 @@ def run(arguments: tuple[str, ...]) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from gradwire.cli.run.launch import run_program
+    from gradwire.cli.run_launch import run_program
 
     try:
         run_program(options)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     except ChildFailedError as error:
-        click.echo(str(error), err=True)
+        click.echo("\n".join(map(printable, str(error).splitlines())), err=True)
         if options.recorder:
             click.echo(f"To find the cause, run:  gradwire explain {options.recorder}", err=True)
         sys.exit(_FAILED)
@@ -92,7 +96,11 @@ def run(arguments: tuple[str, ...]) -> None:
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exit on errors, as argparse does."""
+    """Parse the command line.
+
+    Raises:
+        click.UsageError: An option is wrong, or PROGRAM is missing.
+    """
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -100,8 +108,13 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # abbreviations would change with torchrun's options
+    parser.error = _refuse  # type: ignore[method-assign]
     _add_own(parser)
     return parser.parse_args(list(arguments))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise click.UsageError(_MISSING if "training_script" in message else message)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
