@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
-from gradwire.cli.demo import wrap
+from gradwire.cli.demo import train as demo_train
 from gradwire.cli.demo.options import DEVICES, DemoOptions
 from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, load_digits, train
@@ -89,7 +89,7 @@ def test_torchrun_is_rejected_by_rank_0(monkeypatch):
 def test_lost_replica_in_one_step_exceeds_rounding():
     steps = 0
 
-    class Losing(wrap.DataParallel):
+    class Losing(demo_train.DataParallel):
         """Wrapper that loses the last replica's gradients in the third step."""
 
         def gather(self, outputs, output_device):
@@ -99,7 +99,7 @@ def test_lost_replica_in_one_step_exceeds_rounding():
                 outputs = [*outputs[:-1], outputs[-1].detach()]
             return super().gather(outputs, output_device)
 
-    with mock.patch.object(wrap, "DataParallel", Losing):
+    with mock.patch.object(demo_train, "DataParallel", Losing):
         digits = load_digits(0, torch.device("cpu"))
         _, last = train(OPTIONS, RankEnv(0, 1, 0, 1), None, digits, lambda epoch: None)
     assert last.difference.relative > 10 * TOLERANCE

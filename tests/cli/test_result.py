@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gradwire import hooks
-from gradwire.cli.demo import wrap
+from gradwire.cli.demo import train as demo_train
 from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.train import (
@@ -58,7 +58,7 @@ def test_lost_half_bucket_in_one_step_exceeds_rounding(lost_in_step):
                 bucket.buffer().mul_(0.5)
             return hooks.all_reduce(group, bucket)
 
-        wrap.HOOKS["lose"] = wrap.Hook(lambda group: (group, lose), None, lossy=False)
+        demo_train.HOOKS["lose"] = demo_train.Hook(lambda group: (group, lose), None, lossy=False)
         env = RankEnv(dist.get_rank(), 2, dist.get_rank(), 2)
         options = DemoOptions(epochs=2, hook="lose")
         _, last = train(options, env, dist.group.WORLD, load_digits(0, CPU), lambda epoch: None)

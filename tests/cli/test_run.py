@@ -108,7 +108,7 @@ def test_programs_that_python_runs_are_accepted(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "with space").mkdir()
     for program in (["-"], ["with space"], ["-m", "nosuch"], ["--no-python", "nosuch"]):
-        launch._check_program(parse_options(["--nproc-per-node", "cpu", *program]))
+        launch._checked_count(parse_options(["--nproc-per-node", "cpu", *program]))
 
 
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
@@ -186,14 +186,16 @@ def test_ranks_end_without_the_directory_of_dumps(tmp_path, monkeypatch):
 
 
 @pytest.mark.wide
-def test_unmodified_program_runs_on_gradwire(command, program, environment, tmp_path):
+def test_unmodified_program_runs_on_gradwire(command, program, environment, tmp_path, monkeypatch):
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     (dumps / "rank_7").write_text("of an earlier run")
     trace = tmp_path / "run.json"
     options = ("--compat", "--backend", "shm", "--recorder", str(dumps), "--timeline", str(trace))
+    monkeypatch.delenv("OMP_NUM_THREADS")
     code, out, err = command(*RUN, *options, str(program), "--epochs", "3").end()
     assert code == 0, err
+    assert "OMP_NUM_THREADS" not in err
     assert "['gradwire.compat.ddp', 'gradwire.compat.ddp'] gloo True ['--epochs', '3']" in out
     assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
     events = json.loads(trace.read_text())["traceEvents"]

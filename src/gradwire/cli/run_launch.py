@@ -47,7 +47,8 @@ def run_program(options: argparse.Namespace) -> None:
         ChildFailedError: A rank failed.
         SignalException: This process was interrupted, and the ranks were stopped.
     """
-    _check_program(options)
+    if _checked_count(options) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     variables = _variables(options)
     if variables:
         _check_autoload()
@@ -64,8 +65,12 @@ def run_program(options: argparse.Namespace) -> None:
         run(options)
 
 
-def _check_program(options: argparse.Namespace) -> None:
-    """Reject programs and process counts that torchrun's agent would fail on with a traceback."""
+def _checked_count(options: argparse.Namespace) -> int:
+    """Return the number of processes on this host.
+
+    Raises:
+        ArgumentError: torchrun's agent would fail on the program or number with a traceback.
+    """
     program, processes = options.training_script, options.nproc_per_node
     a_file = not (options.module or options.no_python or program == "-")  # "-" is standard input
     if a_file and not os.path.exists(program):
@@ -74,11 +79,12 @@ def _check_program(options: argparse.Namespace) -> None:
             "file, or -m and a module"
         )
     try:
-        count = determine_local_world_size(processes)
+        count: int = determine_local_world_size(processes)
     except ValueError as error:
         raise ArgumentError(f"--nproc-per-node is {processes!r}: {error}") from error
     if count < 1:
         raise ArgumentError(f"--nproc-per-node is {count}: pass at least 1")
+    return count
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:

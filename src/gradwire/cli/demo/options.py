@@ -24,7 +24,7 @@ class DemoOptions:
             batch.
         backend: Backend of torch.distributed.
         epochs: Number of passes over the training images.
-        hook: Name of the communication hook in `gradwire.cli.demo.wrap`.
+        hook: Name of the communication hook in `gradwire.cli.demo.train`.
         seed: Seed of the initial parameters and of the order of images.
         batch_size: Images per step, over all shares.
         mode: `PROCESSES`, or `DEVICES`: replicas on the CPU of one process.

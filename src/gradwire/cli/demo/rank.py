@@ -25,8 +25,9 @@ from gradwire.cli.demo.train import (
     same_bits,
     train,
     train_step,
+    wrap_ours,
+    wrap_torch,
 )
-from gradwire.cli.demo.wrap import wrap_ours, wrap_torch
 from gradwire.cli.launch import RankEnv, Send, join_group
 from gradwire.collectives.wire import backend_of
 

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from gradwire.cli.demo.options import DEVICES, TEST_IMAGES, TRAIN_IMAGES, DemoOptions
 from gradwire.cli.demo.rank import COMPUTE, ROUNDS, TIMED_ROUNDS, TORCH, Backend, Result, Round
-from gradwire.cli.demo.train import TOLERANCE, Epoch, build_model, parameter_count
-from gradwire.cli.demo.wrap import HOOKS
+from gradwire.cli.demo.train import HOOKS, TOLERANCE, Epoch, build_model, parameter_count
 
 _LINES = 12  # approximate number of epochs with a line
 
