@@ -118,7 +118,7 @@ def test_only_files_of_an_earlier_run_are_removed(tmp_path):
     for name in theirs | ours | {"crash-of-process-host-7.txt", ".1.234.0.part", "run.json.1.part"}:
         (tmp_path / name).write_text("")
     (tmp_path / "rank_3").mkdir()
-    launch._empty(tmp_path)
+    launch.empty(tmp_path)
     launch._prepare(tmp_path / "run.json")
     assert {path.name for path in tmp_path.iterdir()} == theirs | {"rank_3"}
     with pytest.raises(ArgumentError, match="whose folder does not exist"):

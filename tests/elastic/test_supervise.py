@@ -135,7 +135,7 @@ sys.exit(1)
     [
         ("sys.exit(3)", "exit code 3"),
         (
-            "tell(error='KeyError', message='a\\x1b[31m\\nb', step=None); sys.exit(1)",
+            "tell(error='KeyError', message='a\\x1b[31m\\nb', step=None); sys.exit(3)",
             r"KeyError: a\x1b[31m\nb",
         ),
     ],
@@ -143,12 +143,11 @@ sys.exit(1)
 def test_an_error_at_the_start_of_all_processes_ends_all(
     supervised: Supervised, program: str, error: str
 ) -> None:
-    start = program if "tell" in program else f"{program}"
-    command = [sys.executable, "-c", START.replace("tell(finished=False)", "") + start]
+    command = [sys.executable, "-c", START.replace("tell(finished=False)", "") + program]
     code = elastic.supervise(
         [*command, str(supervised.folder)], nproc=2, max_restarts=50, log=supervised.lines.append
     )
-    assert code == (3 if "3" in program else 1)
+    assert code == 3
     assert supervised.starts <= 4
     assert f"gave up after 2 restarts: every start ended with {error}; exit code" in supervised.text
     assert all(line.isprintable() for line in supervised.lines)

@@ -111,3 +111,18 @@ def test_reference_pages_that_order_their_names_have_all(page: Path) -> None:
     missing = set(module.__all__) - set(listed)
     assert not set(listed) - set(module.__all__)
     assert not listed or missing <= {"Auto", "auto", "measure_cluster", "register_container"}
+
+
+def test_the_docs_can_be_read_in_an_evening() -> None:
+    script = [sys.executable, str(ROOT / ".ci" / "count_docs.py")]
+    said = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert int(said.split()[0]) <= 30_000, said
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")))
+def test_design_notes_say_decision_and_reason_briefly(page: Path) -> None:
+    _, *notes = page.read_text(encoding="utf-8").split("\n## ")
+    assert [note for note in notes if len(note.split()) > 150] == []
+    lacking = [note for note in notes if "**Decision.**" not in note or "**Why.**" not in note]
+    assert [note.splitlines()[0] for note in lacking] == []
