@@ -58,7 +58,7 @@ def test_lost_half_bucket_in_one_step_exceeds_rounding(lost_in_step):
                 bucket.buffer().mul_(0.5)
             return hooks.all_reduce(group, bucket)
 
-        demo_train.HOOKS["lose"] = demo_train.Hook(lambda group: (group, lose), None, lossy=False)
+        demo_train.HOOKS["lose"] = demo_train.Hook(lose, lose, lossy=False)
         env = RankEnv(dist.get_rank(), 2, dist.get_rank(), 2)
         options = DemoOptions(epochs=2, hook="lose")
         _, last = train(options, env, dist.group.WORLD, load_digits(0, CPU), lambda epoch: None)

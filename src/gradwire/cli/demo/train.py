@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import hooks
@@ -32,60 +33,51 @@ from gradwire.devices import DataParallel
 
 BUCKET_CAP_MB = 0.25  # small network: two buckets overlap communication with computation
 
-_StateAndHook = tuple[Any, Callable[..., Any]]
-
 
 @dataclass(frozen=True)
 class Hook:
-    """Communication hook of the demo, gradwire's and torch's.
+    """Communication hook of the demo.
 
     Args:
-        ours: Function that returns state and hook for gradwire's class; None for no hook.
-        torch: The same for torch's class.
+        ours: Hook of gradwire's class.
+        torch: Hook of torch's class.
         lossy: True if gradients are compressed.
         torch_limit: Reason why torch's class cannot run it on CPU tensors; "" if it can.
+        state: Function that makes both hooks' state of the group.
     """
 
-    ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
-    torch: Callable[[dist.ProcessGroup], _StateAndHook] | None
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
     lossy: bool
     torch_limit: str = ""
+    state: Callable[[dist.ProcessGroup], Any] = lambda group: group
 
 
-def _power_sgd(group: dist.ProcessGroup) -> _StateAndHook:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    state = power_sgd.PowerSGDState(
-        process_group=group, matrix_approximation_rank=4, start_powerSGD_iter=10
-    )
-    return state, power_sgd.powerSGD_hook
+def _power_sgd(group: dist.ProcessGroup) -> power_sgd.PowerSGDState:
+    return power_sgd.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
 
 
-HOOKS: dict[str, Hook] = {
-    "none": Hook(None, None, lossy=False),
-    "all_reduce": Hook(
-        lambda group: (group, hooks.all_reduce),
-        lambda group: (group, torch_hooks.allreduce_hook),
-        lossy=False,
-    ),
-    "fp16": Hook(
-        lambda group: (group, hooks.fp16),
-        lambda group: (group, torch_hooks.fp16_compress_hook),
-        lossy=True,
-    ),
-    "bf16": Hook(
-        lambda group: (group, hooks.bf16),
-        lambda group: (group, torch_hooks.bf16_compress_hook),
-        lossy=True,
-        torch_limit="rejects it without NCCL",
-    ),
-    "powersgd": Hook(
-        _power_sgd,
-        _power_sgd,
-        lossy=True,
-        torch_limit="hangs in it on Gloo when there are several buckets",
-    ),
+_ALONE, _SEVERAL = "rejects it without NCCL", "hangs in it on Gloo when there are several buckets"
+_PSGD = power_sgd.powerSGD_hook
+HOOKS: dict[str, Hook | None] = {
+    "none": None,
+    "all_reduce": Hook(hooks.all_reduce, torch_hooks.allreduce_hook, lossy=False),
+    "fp16": Hook(hooks.fp16, torch_hooks.fp16_compress_hook, lossy=True),
+    "bf16": Hook(hooks.bf16, torch_hooks.bf16_compress_hook, lossy=True, torch_limit=_ALONE),
+    "powersgd": Hook(_PSGD, _PSGD, lossy=True, torch_limit=_SEVERAL, state=_power_sgd),
 }
+
+
+def is_lossy(options: DemoOptions) -> bool:
+    """Return True if the hook compresses gradients."""
+    hook = HOOKS[options.hook]
+    return hook is not None and hook.lossy
+
+
+def torch_limit(options: DemoOptions) -> str:
+    """Return the reason why torch's class cannot run the hook on CPU tensors; "" if it can."""
+    hook = HOOKS[options.hook]
+    return "" if hook is None else hook.torch_limit
 
 
 def wrap_ours(model: nn.Module, options: DemoOptions, group: dist.ProcessGroup | None) -> nn.Module:
@@ -93,9 +85,8 @@ def wrap_ours(model: nn.Module, options: DemoOptions, group: dist.ProcessGroup |
     if group is None:
         return DataParallel(model, ["cpu"] * options.shares)
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
-    hook = HOOKS[options.hook].ours
-    if hook is not None:
-        wrapped.register_comm_hook(*hook(group))
+    if (hook := HOOKS[options.hook]) is not None:
+        wrapped.register_comm_hook(hook.state(group), hook.ours)
     return wrapped
 
 
@@ -106,13 +97,12 @@ def wrap_torch(
 
     Also None without a group, since torch's DataParallel does not run on the CPU.
     """
-    hook = HOOKS[options.hook]
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if group is None or (hook.torch_limit and on_cpu):
+    if group is None or (torch_limit(options) and on_cpu):
         return None
     wrapped = TorchDDP(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
-    if hook.torch is not None:
-        wrapped.register_comm_hook(*hook.torch(group))
+    if (hook := HOOKS[options.hook]) is not None:
+        wrapped.register_comm_hook(hook.state(group), hook.torch)
     return wrapped
 
 
@@ -171,11 +161,6 @@ def build_model(seed: int, device: torch.device) -> nn.Module:
 def build_optimizer(model: nn.Module, batch_size: int) -> torch.optim.Optimizer:
     """Return SGD with momentum; the learning rate is smaller for small, noisy batches."""
     return torch.optim.SGD(model.parameters(), lr=0.1 * min(1.0, batch_size / 64), momentum=0.9)
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of trained scalars."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def train_step(

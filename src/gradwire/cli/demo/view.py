@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradwire.cli.demo.options import DEVICES, TEST_IMAGES, TRAIN_IMAGES, DemoOptions
 from gradwire.cli.demo.rank import COMPUTE, ROUNDS, TIMED_ROUNDS, TORCH, Backend, Result, Round
-from gradwire.cli.demo.train import HOOKS, TOLERANCE, Epoch, build_model, parameter_count
+from gradwire.cli.demo.train import TOLERANCE, Epoch, build_model, is_lossy, torch_limit
 
 _LINES = 12  # approximate number of epochs with a line
 
@@ -71,7 +71,8 @@ class View:
     def _introduce(self) -> None:
         options = self._options
         _, headline, twin = _texts(options)
-        numbers = parameter_count(build_model(options.seed, torch.device("cpu")))
+        network = build_model(options.seed, torch.device("cpu"))
+        numbers = sum(parameter.numel() for parameter in network.parameters())
         self._console.print(
             f"[bold]gradwire demo[/]: one network in {headline}\n"
             f"[dim]  data     {TRAIN_IMAGES} handwritten digits, 8 x 8 pixels, to learn from; "
@@ -101,6 +102,11 @@ _ROUNDING = (
     "as rounding; a gradient lost in a single step would cause 1e-04 or more."
 )
 
+_LOSSY = (
+    "The hook {} compresses gradients for slow networks. The twin's gradients are not compressed, "
+    "so its parameters differ."
+)
+
 
 def failures(result: Result, options: DemoOptions) -> list[str]:
     """Return descriptions of errors in the result; empty if it is right."""
@@ -108,7 +114,7 @@ def failures(result: Result, options: DemoOptions) -> list[str]:
     if not result.same_bits:
         found.append("the processes ended with different parameters")
     difference = result.last.difference
-    if not HOOKS[options.hook].lossy and not difference.is_rounding:
+    if not is_lossy(options) and not difference.is_rounding:
         twin = "the network without replicas" if options.mode == DEVICES else "one process"
         found.append(
             f"the difference to {twin} ({difference.relative:.1e}) is more than rounding "
@@ -120,7 +126,10 @@ def failures(result: Result, options: DemoOptions) -> list[str]:
 def show_result(console: Console, result: Result, options: DemoOptions) -> None:
     """Print the result with explanations."""
     for table, explanation in (
-        (_training(result, options), _explained_difference(options)),
+        (
+            _training(result, options),
+            _LOSSY.format(options.hook) if is_lossy(options) else _ROUNDING,
+        ),
         (_times(result, options), _explained_times(result, options)),
     ):
         console.print()
@@ -138,26 +147,14 @@ def _training(result: Result, options: DemoOptions) -> Table:
     table.add_row("test accuracy", accuracy, f"{last.correct} of {TEST_IMAGES} digits recognized")
     table.add_row("training loss", f"{last.loss:.4f}", "mean over the last epoch")
     if options.mode != DEVICES:
-        same, meaning = ("equal", "bit for bit") if result.same_bits else _DIFFERENT
-        table.add_row("parameters in all processes", same, meaning)
+        same = ("equal", "bit for bit") if result.same_bits else ("differ", "[red]must be equal[/]")
+        table.add_row("parameters in all processes", *same)
     verdict = "[green]rounding[/]" if difference.is_rounding else "[red]more than rounding[/]"
-    if HOOKS[options.hook].lossy:
+    if is_lossy(options):
         verdict = f"not rounding: {options.hook} is lossy"
     table.add_row("largest difference to the twin", f"{difference.absolute:.1e}", verdict)
     table.add_row("largest relative difference", f"{difference.relative:.1e}")
     return table
-
-
-_DIFFERENT = ("differ", "[red]must be equal[/]")
-
-
-def _explained_difference(options: DemoOptions) -> str:
-    if HOOKS[options.hook].lossy:
-        return (
-            f"The hook {options.hook} compresses gradients for slow networks. The twin's gradients "
-            "are not compressed, so its parameters differ."
-        )
-    return _ROUNDING
 
 
 def _times(result: Result, options: DemoOptions) -> Table:
@@ -181,8 +178,7 @@ def _explained_times(result: Result, options: DemoOptions) -> str:
         )
     text += "exposed communication is the additional time of a step."
     if TORCH not in result.times:
-        limit = HOOKS[options.hook].torch_limit
-        text += f" With {options.hook}, torch's DDP is omitted: it {limit}."
+        text += f" With {options.hook}, torch's DDP is omitted: it {torch_limit(options)}."
     return text
 
 
