@@ -85,6 +85,7 @@ SMALL: list[Case | HookCase] = [
 def measure_on(device: str, case: Case | HookCase, rounds: int) -> CaseResult:
     """Return a case's figures on a device, for a single rank."""
     say(case.name)
+    torch.set_float32_matmul_precision("high")  # as programs that care for speed have it
     if isinstance(case, HookCase):
         with _group("fake", 2):
             return CaseResult(case.name, case.hook.expected, rounds, _hook(device, case, rounds))

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpu.common import DEVICE, ONE, WORLDS, run
+from gpu.common import DEVICE, ON_GPU, ONE, WORLDS, run
 from gradwire import collectives, devices
 from gradwire.ddp import broadcast_coalesced
 
-PLACES = [[DEVICE, DEVICE], [DEVICE, "cpu"], ["cpu", DEVICE]]
+PLACE = "cuda:0" if ON_GPU else "cpu"
+PLACES = [[PLACE, PLACE], [PLACE, "cpu"], ["cpu", PLACE]]
 
 
 @pytest.mark.parametrize("places", PLACES)
@@ -25,18 +26,18 @@ def test_broadcast_and_its_adjoint(places):
 
 @pytest.mark.parametrize("places", PLACES)
 def test_scatter_gather_and_reduce_add(places):
-    x = torch.randn(7, 3, device=DEVICE)
+    x = torch.randn(7, 3, device=PLACE)
     chunks = devices.scatter(x, places)
     assert torch.equal(devices.gather(chunks, destination="cpu"), x.cpu())
     parts = [torch.full((5,), i + 1.0, device=p) for i, p in enumerate(places)]
-    assert torch.equal(devices.reduce_add(parts, destination=DEVICE).cpu(), torch.full((5,), 3.0))
+    assert torch.equal(devices.reduce_add(parts, destination=PLACE).cpu(), torch.full((5,), 3.0))
 
 
-@pytest.mark.parametrize("places", [[DEVICE] * 2, [DEVICE] * 4])
+@pytest.mark.parametrize("places", [[PLACE] * 2, [PLACE] * 4])
 def test_data_parallel(places):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE)
-    x = torch.randn(9, 6, device=DEVICE)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).to(PLACE)
+    x = torch.randn(9, 6, device=PLACE)
     module(x).square().sum().backward()
     want = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()

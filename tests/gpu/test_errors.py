@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpu.common import DEVICE, WORLDS, batch, network, run, train, twin_of
+from gpu.common import DEVICE, EXACT, WORLDS, batch, network, run, train, twin_of
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError, MismatchError, PeerFailedError, PeerLostError
 
@@ -39,7 +39,7 @@ def test_an_error_on_one_rank_is_raised_on_all(hook):
     def main():
         net = DistributedDataParallel(network(), bucket_cap_mb=0.01, broadcast_buffers=False)
         net.register_comm_hook(None, hook)
-        tolerance = 2e-2 if hook else 1e-5
+        tolerance = 2e-2 if hook else EXACT
         train(net, twin_of(net), steps=2, tolerance=tolerance)
         wrong = dist.get_rank() == 1
         with pytest.raises(ArithmeticError if wrong else PeerFailedError):
