@@ -27,6 +27,7 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import scaled
 from benchmarks.training import Training
+from benchmarks.uses import LARGE_BUCKET_MB, power_sgd
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks.compression.wire import Traffic
@@ -34,9 +35,6 @@ from gradwire.hooks.compression.wire import Traffic
 __all__ = ["BENCHMARK", "Case", "measure"]
 
 NO_HOOK = "gradwire, no hook"
-ONE_BUCKET = 1000
-"""The size of buckets in MB; torch's PowerSGD hangs on Gloo with more of them: its hooks of
-two send in no fixed order."""
 PREPARED_STEPS = 14
 """Before any is timed; auto goes on until it has chosen."""
 SHAPE = (32, 1024)
@@ -74,8 +72,7 @@ def _fp16(net: TorchDistributedDataParallel) -> None:
 
 
 def _power_sgd(net: TorchDistributedDataParallel) -> None:
-    state = power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    net.register_comm_hook(state, power.powerSGD_hook)
+    net.register_comm_hook(power_sgd(), power.powerSGD_hook)
 
 
 PEERS: dict[str, Callable[[TorchDistributedDataParallel], None]] = {
@@ -132,7 +129,7 @@ def _time_case(case: Case, rounds: int, layers: int) -> list[Measure]:
 
 
 def _ours(hook: Any, module: nn.Module) -> nn.Module:
-    net = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET)
+    net = DistributedDataParallel(module, bucket_cap_mb=LARGE_BUCKET_MB)
     net.register_comm_hook(None, hook)
     return net
 
@@ -140,7 +137,7 @@ def _ours(hook: Any, module: nn.Module) -> nn.Module:
 def _torchs(
     register: Callable[[TorchDistributedDataParallel], None], module: nn.Module
 ) -> nn.Module:
-    net = TorchDistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET)
+    net = TorchDistributedDataParallel(module, bucket_cap_mb=LARGE_BUCKET_MB)
     register(net)
     return net
 

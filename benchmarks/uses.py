@@ -17,10 +17,12 @@ from benchmarks import models
 from benchmarks.training import Case
 from gradwire.ddp import DistributedDataParallel
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "LARGE_BUCKET_MB", "power_sgd"]
 
 AT_MOST_ONE = "step at most 1"
-LARGE_BUCKET_MB = 1000  # PyTorch's PowerSGD hangs on Gloo with several buckets
+LARGE_BUCKET_MB = 1000
+"""Size of a bucket that holds all gradients. PyTorch's PowerSGD hangs on Gloo with several buckets:
+its hooks send in no fixed order."""
 
 
 # -- hooks ---------------------------------------------------------------------------------
@@ -37,7 +39,8 @@ def _nothing() -> None:
     """Return None, the state of most hooks."""
 
 
-def _power_sgd() -> power.PowerSGDState:
+def power_sgd() -> power.PowerSGDState:
+    """Return the state of PyTorch's PowerSGD: two steps without it, then rank 4."""
     return power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
 
 
@@ -114,7 +117,7 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
     "torch's allreduce_hook": {"prepare": _hook(default_hooks.allreduce_hook)},
     "torch's fp16_compress_hook": {"prepare": _hook(default_hooks.fp16_compress_hook)},
     "torch's PowerSGD": {
-        "prepare": _hook(power.powerSGD_hook, state=_power_sgd),
+        "prepare": _hook(power.powerSGD_hook, state=power_sgd),
         "options": {"bucket_cap_mb": LARGE_BUCKET_MB},
     },
 }
