@@ -11,6 +11,7 @@ from typing import Any
 from gradwire.check import CHECKS, Finding, Observer, Run, choose, conclude
 from gradwire.testing import run_ranks
 
+ROOT = Path(__file__).parents[2]
 LIMIT = 100.0
 
 
