@@ -108,13 +108,16 @@ class Observer:
     def look(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that observes; record its error instead of raising it in the program.
 
-        Returns None in other threads, in other observations, and while torch.compile traces.
+        Returns None in other threads, in other observations, while torch.compile traces and while a
+        CUDA graph is captured.
         """
         # first, so that nothing else becomes part of a graph
         if torch.compiler.is_compiling() or not self.active or self.busy:
             return None
         if threading.get_ident() != self._thread or function.__name__ in self._failed:
             return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return None  # reading a value would end the capture
         self.busy = True
         try:
             return _outside(function, *args, **kwargs)

@@ -143,10 +143,10 @@ class Training:
         @compile_callees_only
         def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             gradients = torch.is_grad_enabled()
-            model = self._observer.look(self._forward, wrapper, args, kwargs, gradients)
-            if model is None:
+            seen = self._observer.look(self._forward, wrapper, args, kwargs, gradients)
+            if seen is None:
                 return original(wrapper, *args, **kwargs)
-            before = random_state()
+            model, before = seen
             self.inside.append(model)
             try:
                 return original(wrapper, *args, **kwargs)
@@ -157,7 +157,9 @@ class Training:
 
         return forward
 
-    def _forward(self, wrapper: Any, args: Any, kwargs: Any, gradients: bool) -> Model | None:
+    def _forward(
+        self, wrapper: Any, args: Any, kwargs: Any, gradients: bool
+    ) -> tuple[Model, int] | None:
         model = self.models.get(id(wrapper))
         if self.in_backward or model is None or model.wrapper is not wrapper:
             return None  # recomputed in a checkpoint, or a copy
@@ -177,7 +179,7 @@ class Training:
             inputs=digest_all((args, kwargs)),
         )
         model.forwards += gradients
-        return model
+        return model, random_state()
 
     def _left(self, model: Model, before: int) -> None:
         after = random_state()
