@@ -138,7 +138,7 @@ def test_nothing_is_found_in_a_correct_program(program):
     ],
 )
 def test_a_program_that_ends_because_of_its_mistake(program, mistake, check, at):
-    ended = run("--timeout", "8", "--json", str(program), mistake)
+    ended = run("--timeout", "15", "--json", str(program), mistake)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     found = json.loads(ended.stdout)["findings"]
     assert [(f["check"], f["line"]) for f in found] == [(check, line(program, at))]
@@ -156,5 +156,5 @@ def test_a_program_that_fails(program):
 def test_nothing_is_found_in_an_example(name):
     if name != "torchrun":
         pytest.importorskip({"fabric": "lightning_fabric"}.get(name, name))
-    ended = run("--steps", "60", str(ROOT / f"examples/train_with_{name}.py"))
+    ended = run("--steps", "40", str(ROOT / f"examples/train_with_{name}.py"))
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -23,6 +23,8 @@ from gradwire.check.run import Run
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0
 """Time for the other ranks to end after one has failed."""
+_START_SECONDS = 120.0
+"""Time for the ranks to import PyTorch, in addition to the timeout."""
 _STDERR = 2
 
 
@@ -108,8 +110,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float
             failed_at = failed_at or time.monotonic()
             if time.monotonic() > failed_at + _END_SECONDS:
                 return False
-        latest = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
-        if time.time() > latest + timeout:
+        files = list(folder.iterdir())
+        latest = max(path.stat().st_mtime for path in [folder, *files])
+        if time.time() > latest + timeout + _START_SECONDS * (len(files) < len(codes)):
             return True
         time.sleep(_POLL_SECONDS)
 
