@@ -7,7 +7,7 @@ import pytest
 from check.common import check, run_plain
 from check.correct import PROGRAMS, RANKS
 
-EACH_TIME = {"readme", "accumulation_of_torch", "weights", "join_of_gradwire"}
+EACH_TIME = {"readme", "weights"}
 CASES = [
     pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.wide) for name in PROGRAMS
 ]

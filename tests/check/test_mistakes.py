@@ -54,7 +54,7 @@ CASES = {
     "slow-save": {"save": "save"},
 }
 EACH = [(m, p, where) for m, programs in CASES.items() for p, where in programs.items()]
-EACH_TIME = {"same-batches-plain", "around-wrapper-gpt", "mean-of-means-plain"}
+EACH_TIME = {"around-wrapper-gpt", "mean-of-means-plain"}
 OTHER_NAMES = {"augmentation": "random-state"}
 
 
