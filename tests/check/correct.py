@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -552,6 +551,8 @@ def scaler() -> Any:
 
 @program
 def sharded_optimizer() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns: only in the ranks
+
     model = Torchs(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     return train(model, epochs(loader()), optimizer)
