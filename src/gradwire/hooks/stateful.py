@@ -201,8 +201,10 @@ class _FunctionHook(StatefulHook[Any]):
     def __init__(self, state: Any, func: Callable[[Any, Any], Any]) -> None:
         super().__init__(state)
         self.func = func  # `hook_name` looks for an attribute of this name
-        self.single_collective = getattr(func, "single_collective", False)
-        self.linear = getattr(func, "linear", False) or _is_linear_in_torch(func)
+        of_torch = _name_in_torch(func)
+        self.single_collective = getattr(func, "single_collective", False) or bool(of_torch)
+        linear = ("allreduce_hook", "bf16_compress_hook")
+        self.linear = getattr(func, "linear", False) or of_torch in linear
 
     def run_in(self, group: ProcessGroup) -> None:
         """Set the state, if it is None, to the group, for a function whose state is a group."""
@@ -216,10 +218,12 @@ class _FunctionHook(StatefulHook[Any]):
         return returned
 
 
-def _is_linear_in_torch(func: Callable[..., Any]) -> bool:
+def _name_in_torch(func: Callable[..., Any]) -> str:
+    """Return the name of one of PyTorch's hooks with one all_reduce for each bucket, else ""."""
     module = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-    names = ("allreduce_hook", "bf16_compress_hook")
-    return getattr(func, "__module__", "") == module and getattr(func, "__name__", "") in names
+    names = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+    name = str(getattr(func, "__name__", ""))
+    return name if name in names and getattr(func, "__module__", "") == module else ""
 
 
 Run = Callable[[CommHook, Any, GradBucket], Any]
