@@ -169,8 +169,10 @@ class SharedSamples(Check):
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         epochs = {rank: run.epochs(rank) for rank in run.ranks}
+        # ranks of different groups may share samples, as in tensor parallelism
+        pairs = {pair for model in run.replicas() for pair in combinations(model.ranks, 2)}
         for key in epochs[0] if epochs else ():
-            for a, b in combinations(run.ranks, 2):
+            for a, b in sorted(pairs):
                 one, other = epochs[a].get(key), epochs[b].get(key)
                 if one is None or other is None or not (one.trained and other.trained):
                     continue
@@ -212,8 +214,12 @@ class SamplerSeed(Check):
     explains = ("shared-samples", "same-order")
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        epochs = [run.epochs(rank) for rank in run.ranks]
-        for key in epochs[0] if epochs else ():
+        for model in run.replicas():
+            yield from self._compare(run, model)
+
+    def _compare(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        epochs = [run.epochs(rank) for rank in model.ranks]
+        for key in epochs[0]:
             found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
             if len(found) < 2 or any(e["seed"] is None for e in found):
                 continue
@@ -222,5 +228,5 @@ class SamplerSeed(Check):
             seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
             if len(set(seeds)) > 1:
                 text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
-                yield self.found(text, found[0], run.ranks, line=found[0]["made"])
+                yield self.found(text, found[0], model.ranks, line=found[0]["made"])
                 return
