@@ -210,6 +210,7 @@ class Check:
         evidence: Observation without which the check is silent.
         remedy: Advice for the program.
         explains: Names of checks whose findings follow from this one's.
+        on_request: True if only `--only` runs it, because correct programs have findings, too.
     """
 
     name: ClassVar[str]
@@ -217,6 +218,7 @@ class Check:
     evidence: ClassVar[str]
     remedy: ClassVar[str]
     explains: ClassVar[tuple[str, ...]] = ()
+    on_request: ClassVar[bool] = False
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         """Yield what a run shows."""
@@ -241,7 +243,7 @@ class Check:
 def choose(
     checks: Sequence[Check], only: Sequence[str] = (), skip: Sequence[str] = ()
 ) -> list[Check]:
-    """Return the checks with some names, or without some.
+    """Return the checks with some names, or all but some and those that run on request.
 
     Raises:
         ArgumentError: There is no check of a name.
@@ -250,7 +252,8 @@ def choose(
     for name in (*only, *skip):
         if name not in names:
             raise ArgumentError(f"{name!r} is not a check: pass one of {', '.join(names)}")
-    return [c for c in checks if (not only or c.name in only) and c.name not in skip]
+    chosen = [c for c in checks if (c.name in only if only else not c.on_request)]
+    return [c for c in chosen if c.name not in skip]
 
 
 def conclude(run: Run, checks: Sequence[Check]) -> list[Finding]:

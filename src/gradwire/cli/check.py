@@ -23,7 +23,7 @@ EXAMPLES = """\b
 Examples:
     gradwire check train.py --epochs 2
     gradwire check --nproc-per-node 4 --steps 50 train.py
-    gradwire check --skip random-state --json train.py > findings.json
+    gradwire check --skip batch-norm --json train.py > findings.json
     gradwire check --list
 """
 
@@ -79,8 +79,9 @@ def check(
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     if listing:
-        for one in checks:
-            click.echo(f"{one.name}\n  finds:   {one.finds}\n  if:      {one.evidence}")
+        for one in checks if only or skip else CHECKS:
+            request = " (with --only)" if one.on_request else ""
+            click.echo(f"{one.name}{request}\n  finds:   {one.finds}\n  if:      {one.evidence}")
             click.echo(f"  remedy:  {one.remedy}")
         return
     if not program:
