@@ -110,12 +110,12 @@ def test_groups_in_different_orders_are_a_deadlock(tmp_path):
 
 
 def test_slow_rank_without_failure(tmp_path):
-    ranks = [[entry(n, at=100 * n) for n in range(1, 9)] for _ in range(2)]
+    ranks = [[entry(n, at=1000 * n) for n in range(1, 9)] for _ in range(2)]
     write(tmp_path, *ranks)
     code, out = explained(tmp_path)
     assert code == 0
     assert out.startswith("NOTHING\nnothing failed")
-    write(tmp_path, ranks[0], [entry(n, at=100 * n + 40) for n in range(1, 9)])
+    write(tmp_path, ranks[0], [entry(n, at=1000 * n + 400) for n in range(1, 9)])
     code, out = explained(tmp_path)
     assert code == 0
     assert out.startswith("SLOW RANK\nrank 1 was slow: it was last in 8 of 8")

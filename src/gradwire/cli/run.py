@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -33,8 +35,8 @@ _EXAMPLES = """\
 examples:
   gradwire run --nproc-per-node 2 --backend shm --compat train.py --epochs 3
       use gradwire's DistributedDataParallel and shm in a program written for PyTorch
-  gradwire run --nproc-per-node 2 --recorder dumps train.py
-      write dumps; if a rank fails, dies or hangs: gradwire explain dumps
+  gradwire run --nproc-per-node 2 train.py
+      print which rank caused a failure, and why; while it hangs: gradwire explain --live all
   gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
       write a timeline for: gradwire timeline run.json
   gradwire run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
@@ -81,18 +83,39 @@ def run(arguments: tuple[str, ...]) -> None:
 
     from gradwire.cli.run_launch import run_program
 
+    chosen = options.recorder
     try:
         run_program(options)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     except ChildFailedError as error:
         click.echo("\n".join(map(printable, str(error).splitlines())), err=True)
-        if options.recorder:
-            click.echo(f"To find the cause, run:  gradwire explain {options.recorder}", err=True)
+        _show_verdict(options.recorder)
         sys.exit(_FAILED)
     except SignalException as error:
         click.echo("Interrupted; all ranks of this host have been stopped.", err=True)
+        _show_verdict(options.recorder)
         sys.exit(128 + error.sigval)
+    if options.recorder and options.recorder != chosen:
+        shutil.rmtree(options.recorder, ignore_errors=True)
+
+
+def _show_verdict(directory: str | None) -> None:
+    """Print the verdict on a failed run, last, where it is seen first."""
+    if not directory:
+        return
+    from rich.console import Console
+
+    from gradwire.cli.explain import show_verdict
+    from gradwire.recorder.verdict import explain
+
+    try:
+        verdict = explain(Path(directory))
+    except ArgumentError as error:  # such as a program that fails before it imports PyTorch
+        click.echo(f"No verdict: {error}", err=True)
+    else:
+        show_verdict(Console(highlight=False, stderr=True), verdict)
+    click.echo(f"The records are kept; to read them again:  gradwire explain {directory}", err=True)
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -131,7 +154,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--recorder",
         metavar="DIRECTORY",
-        help="directory of dumps, which all ranks write on failures and at the end",
+        help="directory of dumps, which all ranks write on failures and at the end; by default a "
+        "temporary one, kept after a failure; 0 for none",
     )
     ours.add_argument(
         "--timeline", metavar="FILE", help="write a trace of all ranks to this JSON file"

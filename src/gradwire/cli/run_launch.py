@@ -26,14 +26,19 @@ from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, run
 
 from gradwire._limits import oom_kills
-from gradwire._processes import state_of_pid, wait_until
+from gradwire._processes import state_of_pid
 from gradwire.errors import ArgumentError
-from gradwire.recorder.black_box import PREFIX, REQUEST
+from gradwire.recorder.black_box import FIRST, PREFIX
+from gradwire.recorder.requests import REQUEST, await_answers
 
-_WAIT_SECONDS = 3.0  # wait for dumps; a rank polls for requests five times per second
+FOLDER = "gradwire-recorder-"
+"""Prefix of the temporary folder of a run's dumps, which is kept after a failure."""
+_NONE = "0"  # as the environment variable
+_WAIT_SECONDS = 2.0  # wait for dumps; a rank polls for requests five times per second
 _NO_LOGS = "0"  # torchrun's value for no logs
 _OURS = re.compile(
-    rf"{PREFIX}\d+|process-\d+\.json|crash-(\d+|of-process-.+)\.txt|exits-\d+\.json|{REQUEST}"
+    rf"({PREFIX}|{FIRST})\d+|(process|kernel|exits)-\d+\.json|start-.+-\d+\.json|{REQUEST}"
+    r"|(crash|stacks)-(\d+|of-process-.+)\.txt|ring-(\d+|of-process-.+)"
     r"|\.\d+\.\d+\.\d+\.part"  # partial dump of a killed rank
 )
 """Names of files that ranks and launchers write; a user's `rank_0.pt` does not match."""
@@ -49,6 +54,10 @@ def run_program(options: argparse.Namespace) -> None:
     """
     if _checked_count(options) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
+    if options.recorder == _NONE:
+        options.recorder = ""
+    elif options.recorder is None and records_by_default(options):
+        options.recorder = tempfile.mkdtemp(prefix=FOLDER)
     variables = _variables(options)
     if variables:
         _check_autoload()
@@ -63,6 +72,20 @@ def run_program(options: argparse.Namespace) -> None:
         patch.object(api, "LocalElasticAgent", collecting_agent(directory)),
     ):
         run(options)
+
+
+def records_by_default(options: argparse.Namespace) -> bool:
+    """Return True if a run records into a temporary folder: on one host, where gradwire is loaded.
+
+    The records of one of several hosts would show the others' ranks as missing.
+    """
+    if str(options.nnodes) != "1" or "GRADWIRE_RECORDER" in os.environ:
+        return False
+    try:
+        _check_autoload()
+    except ArgumentError:
+        return False
+    return True
 
 
 def _checked_count(options: argparse.Namespace) -> int:
@@ -173,11 +196,14 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
             started: dict[int, Any] = super()._start_workers(worker_group)
             processes = self._pcontext
             assert processes is not None
-            end = processes.close
-            # called when a rank has failed and when this process is interrupted
+            end, closed = processes.close, list[bool]()
+            # called when a rank has failed, when this process is interrupted, and once more to kill
 
             def close(*args: Any, **kwargs: Any) -> None:
                 try:
+                    if closed:
+                        return
+                    closed.append(True)
                     with contextlib.suppress(OSError):  # the directory is full or was removed
                         _collect(dumps, worker_group, processes, kills)
                 finally:
@@ -199,7 +225,11 @@ def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int)
         world_size: New world size; ranks beyond it will not replace their dumps.
     """
     exits.unlink(missing_ok=True)
+    for path in directory.glob("start-*.json"):
+        path.unlink(missing_ok=True)
     for rank in ranks:
+        for name in (f"{FIRST}{rank}", f"stacks-{rank}.txt", f"kernel-{rank}.json"):
+            (directory / name).unlink(missing_ok=True)
         (directory / f"crash-{rank}.txt").unlink(missing_ok=True)
         if rank >= world_size:
             (directory / f"{PREFIX}{rank}").unlink(missing_ok=True)
@@ -215,12 +245,12 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
     ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
     handlers = getattr(processes, "subprocess_handlers", {})
     codes = {ranks[local]: handler.proc.poll() for local, handler in handlers.items()}
-    failed = {rank: code for rank, code in codes.items() if code}
-    if failed:
+    ended = {rank: code for rank, code in codes.items() if code is not None}
+    if any(ended.values()) or (ended and len(ended) < len(codes)):
         killed = oom_kills() > kills
         exits = {
             rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
-            for rank, code in failed.items()
+            for rank, code in ended.items()
         }
         _exits_file(directory, worker_group).write_text(json.dumps(exits))
     running = {
@@ -232,13 +262,4 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
         request = directory / REQUEST
         request.write_text("the launcher ends the ranks")
         asked = request.stat().st_mtime_ns
-        wait_until(
-            lambda: all(_is_newer(directory, rank, asked) for rank in running), _WAIT_SECONDS
-        )
-
-
-def _is_newer(directory: Path, rank: int, than: int) -> bool:
-    try:
-        return (directory / f"{PREFIX}{rank}").stat().st_mtime_ns >= than
-    except OSError:
-        return False
+        await_answers(directory, asked, PREFIX, _WAIT_SECONDS)

@@ -93,8 +93,10 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
         dist.all_gather_object(everyone, own, group=group)
-    error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
-    failed(error)
+    values = [str(entries) for entries in everyone]  # the recorder shows who differs
+    message = f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}"
+    error = MismatchError(message, values)
+    failed(error, group=group)
     raise error
 
 

@@ -4,6 +4,7 @@ Recording is always on. `start` or GRADWIRE_RECORDER sets the directory of dumps
 format of torch's flight recorder, and `gradwire explain` reads them.
 """
 
+from gradwire.recorder.black_box import handle_signal
 from gradwire.recorder.control import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
@@ -36,5 +37,6 @@ __all__ = [
     "timeline",
 ]
 
+handle_signal()
 start_from_environment()
 start_timeline()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import itertools
 import json
 import os
@@ -23,27 +22,39 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.events import Event, events, failed, on_failure
+from gradwire.recorder.exit_notes import ExitNotes
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
+from gradwire.recorder.kernel import family
 from gradwire.recorder.lines import thread_stacks
 from gradwire.recorder.processes import OVER, Process, state_of
+from gradwire.recorder.requests import (
+    REQUEST,
+    ask_silent_ranks,
+    await_answers,
+    modified,
+    processes_in,
+)
 from gradwire.recorder.trace.clocks import this_clock
 
 PREFIX = "rank_"
-REQUEST = "request"
+FIRST = "first_"
 OWNER = "GRADWIRE_RECORDEROWNER"
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # poll interval until this process has a rank
 _REPEAT_NS = 1_000_000_000  # repeated errors write one dump per second
 _THREAD = "gradwire-recorder"
+_SILENT_SECONDS = 0.7  # after which a rank that has not answered a request is asked by a signal
 _TRIES = 3
 _BEGAN_NS = time.time_ns()  # approximate start of this process
 _parts = itertools.count()
+_ASKED = ("request", "SIGUSR2")
 _BETWEEN_COLLECTIVES = ("call", "exit")
 """Reasons for a dump outside any collective: every collective that was waited for has ended."""
 
@@ -61,17 +72,20 @@ class BlackBox:
         self.directory, self.prefix = Path(directory).absolute(), prefix
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._request = self.directory / REQUEST
-        self._seen = _modified(self._request)
+        self._seen = modified(self._request)
+        self._asked = 0.0  # when a request was seen, until silent ranks have been asked
         self._pid = os.getpid()
         self._written = 0
-        self._ended = False
+        self._ended, self._ended_ns = False, 0
         self._seen_alive: dict[int, int] = {}  # wall-clock time in ns, by peer
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
         self._pipe: tuple[int, int] | None = None  # a byte in it ends the thread
         self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
-        self._crashes: TextIO | None = None
-        self._crashes_path = Path()
+        self._files: CrashFiles | None = None
+        self._exits = ExitNotes(self._at_exit)
+        self._has_first = False
+        self._launch: dict[str, str] = {}
         self._earlier_hook: Callable[..., Any] | None = None
 
     def start(self) -> None:
@@ -80,8 +94,11 @@ class BlackBox:
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         atexit.register(self._at_exit)
         at_end_of_job(self._at_end_of_job)
+        self._exits.start()
         self._take_signal()
-        self._take_crashes()
+        self._files = CrashFiles(self.directory)
+        self._files.start()
+        self._write_start()
         self._pipe = os.pipe()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
@@ -92,24 +109,29 @@ class BlackBox:
             sys.excepthook = self._earlier_hook or sys.__excepthook__
         atexit.unregister(self._at_exit)
         not_at_end_of_job(self._at_end_of_job)
+        self._exits.stop()
+        if self._files is not None:
+            self._files.stop()
         if os.getpid() != self._pid:
             return  # a fork: the rest belongs to its parent
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        if self._crashes is not None:
-            faulthandler.disable()
-            self._crashes.close()
-            self._crashes_path.unlink(missing_ok=True)
+            signal.signal(signal.SIGUSR2, stay_alive)
         assert self._pipe is not None
         os.write(self._pipe[1], b"\0")  # the thread closes both
 
-    def write(self, reason: str) -> Path | None:
-        """Write this rank's dump and return its path; None without a rank, or in a fork."""
+    def write(self, reason: str, *, first: bool = False) -> Path | None:
+        """Write this rank's dump and return its path; None without a rank, or in a fork.
+
+        Args:
+            reason: Reason for the dump.
+            first: Also keep it as the dump of the rank's first failure, which later ones spare.
+        """
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
             return None
         self._announce()
+        self._write_start()
         if reason in _BETWEEN_COLLECTIVES:
             await_gloos_ends()
         with self._lock:
@@ -118,26 +140,36 @@ class BlackBox:
             record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{self.prefix}{rank}"
             # unique even if processes in different containers have the same PID
-            partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
-            try:
-                partial.write_bytes(pickle.dumps(record, protocol=2))
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            content = pickle.dumps(record, protocol=2)
+            for target in (path, self.directory / f"{FIRST}{rank}") if first else (path,):
+                partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
+                try:
+                    partial.write_bytes(content)
+                    os.replace(partial, target)
+                finally:
+                    partial.unlink(missing_ok=True)
             self._written = time.perf_counter_ns()
         return path
 
     def request_all(self, reason: str) -> None:
         """Request dumps from all ranks, which write them within a second."""
         self._request.write_text(reason)
-        self._seen = _modified(self._request)
+        self._seen, self._asked = modified(self._request), time.monotonic()
 
     def _circumstances(self, rank: int, reason: str) -> Record:
         ranks = dist.get_world_size() if dist.is_initialized() else None
         peers, now = self._peers(rank), time.time_ns()
         self._seen_alive |= {peer: now for peer, state in peers.items() if state not in OVER}
+        files = self._files
+        kernel = family(os.getpid(), files.stacks) if files and reason in _ASKED else {}
         return {
             "rank": rank,
+            "exit": self._exits.last,
+            "ended_ns": self._ended_ns,
+            "kernel": kernel,
+            "launch": Process.this(rank).launch,
+            "pauses": list(files.pauses) if files else [],
+            "silences": list(files.silences) if files else [],
             "world_size": ranks or _number(os.environ.get("WORLD_SIZE", "")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -153,13 +185,11 @@ class BlackBox:
 
     def _peers(self, rank: int) -> dict[int, str]:
         """Return the states of the other ranks' processes on this host."""
-        found = {}
-        for path in self.directory.glob("process-*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                process = Process(**json.loads(path.read_text()))
-                if process.rank != rank and (state := state_of(process)):
-                    found[process.rank] = state
-        return found
+        return {
+            process.rank: state
+            for process in processes_in(self.directory)
+            if process.rank != rank and (state := state_of(process))
+        }
 
     def _announce(self) -> None:
         """Write the PID to the directory, so that other ranks can look up this process."""
@@ -167,18 +197,32 @@ class BlackBox:
         if rank is None or rank == self._announced:
             return
         self._announced = rank
-        (self.directory / f"{self.prefix}{rank}").unlink(missing_ok=True)  # an earlier run's
-        if self._crashes is not None:
-            path = self.directory / f"crash-{rank}.txt"
-            self._crashes_path = self._crashes_path.replace(path)
+        for prefix in (self.prefix, FIRST):  # an earlier run's
+            (self.directory / f"{prefix}{rank}").unlink(missing_ok=True)
+        if self._files is not None:
+            self._files.announce(rank)
         text = json.dumps(vars(Process.this(rank)))
         (self.directory / f"process-{rank}.json").write_text(text)
+
+    def _write_start(self) -> None:
+        """Write who this process is started as, if a launcher started it as a rank.
+
+        The program may change the launcher's variables until it has a group.
+        """
+        if os.environ.get(OWNER) == str(os.getpid()) and os.environ.get("RANK", "").isdecimal():
+            process = Process.this(int(os.environ["RANK"]))
+            if process.launch == self._launch or this_rank() is not None:
+                return
+            self._launch = process.launch
+            name = f"start-{socket.gethostname()}-{os.getpid()}.json"
+            (self.directory / name).write_text(json.dumps(vars(process)))
 
     # -- when --------------------------------------------------------------------------------
 
     def _on_failure(self, event: Event) -> None:
         if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
-            _at_last(lambda: self.write("error"))
+            first, self._has_first = not self._has_first, True
+            _at_last(lambda: self.write("error", first=first))
         _at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
 
     def _on_uncaught(
@@ -192,11 +236,13 @@ class BlackBox:
         _at_last(lambda: self.write("exit"))
 
     def _at_exit(self) -> None:
-        self._ended = True
+        self._ended = self._exits.ended = True
+        self._ended_ns = self._ended_ns or time.time_ns()
         _at_last(lambda: self.write("exit"))
-        with contextlib.suppress(OSError):
-            if self._crashes is not None and os.getpid() == self._pid:
-                self._crashes_path.unlink(missing_ok=True)  # it is empty: nothing has crashed
+        if os.getpid() == self._pid and any(event.kind == "uncaught" for event in events):
+            _at_last(lambda: await_answers(self.directory, modified(self._request), self.prefix))
+        if self._files is not None:
+            self._files.forget_crash()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Do nothing: the wakeup pipe notifies the thread even while the main thread is blocked."""
@@ -205,7 +251,7 @@ class BlackBox:
         """Handle SIGUSR2 unless a handler exists; only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        if signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, stay_alive):
             return
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -217,17 +263,6 @@ class BlackBox:
             return
         self._signals = reading, writing
         signal.signal(signal.SIGUSR2, self._on_signal)
-
-    def _take_crashes(self) -> None:
-        """Enable faulthandler, which writes Python's stacks on a crash in C, unless it is enabled.
-
-        Gloo aborts a process that receives a message of an unexpected size.
-        """
-        if not faulthandler.is_enabled():
-            process = f"{socket.gethostname()}-{os.getpid()}"  # unique across containers
-            self._crashes_path = self.directory / f"crash-of-process-{process}.txt"
-            self._crashes = self._crashes_path.open("w")
-            faulthandler.enable(self._crashes)
 
     def _watch(self) -> None:
         """Write a dump whenever one is requested; runs in its own thread."""
@@ -245,12 +280,31 @@ class BlackBox:
             signals = os.read(readable[0], 4096) if readable else b""
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()
+                self._write_start()
+                if self._files is not None and not self._ended:
+                    self._files.beat()
                 if signal.SIGUSR2 in signals:
                     self.write("SIGUSR2")
                     self.request_all(f"SIGUSR2 on rank {this_rank()}")
-                elif (modified := _modified(self._request)) > self._seen:
-                    self._seen = modified
+                elif (changed := modified(self._request)) > self._seen:
+                    self._seen, self._asked = changed, time.monotonic()
                     self.write("request")
+                elif self._asked and time.monotonic() > self._asked + _SILENT_SECONDS:
+                    self._asked = 0.0
+                    ask_silent_ranks(self.directory, self._seen, self.prefix)
+
+
+def stay_alive(number: int, frame: FrameType | None) -> None:
+    """Tell how to record, in place of SIGUSR2's default action, which ends a process."""
+    message = "gradwire: SIGUSR2 writes dumps if GRADWIRE_RECORDER or recorder.start names a folder"
+    print(message, file=sys.stderr)
+
+
+def handle_signal() -> None:
+    """Keep SIGUSR2 from ending this process, unless the program has a handler."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, stay_alive)
 
 
 def _identity() -> int | None:
@@ -281,10 +335,3 @@ def _at_last(action: Callable[[], object]) -> None:
 def _number(text: str) -> int | None:
     """Return a launcher's variable as an int; None if it is not a number."""
     return int(text) if text.isdecimal() else None
-
-
-def _modified(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

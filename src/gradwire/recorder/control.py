@@ -44,6 +44,8 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
             f"directory is {str(directory)!r}, but the recorder writes to "
             f"{str(_box[0].directory)!r} already: call recorder.stop() first"
         )
+    if "RANK" in os.environ and multiprocessing.parent_process() is None:
+        os.environ.setdefault(OWNER, str(os.getpid()))
     box = BlackBox(directory, prefix)
     box.start()
     _box.append(box)
@@ -98,8 +100,6 @@ def start_from_environment() -> None:
     """Start if GRADWIRE_RECORDER contains a directory; "0" disables it like the other variables."""
     directory = os.environ.get(VARIABLE, "0")
     if directory not in ("", "0") and not _box:
-        if "RANK" in os.environ and multiprocessing.parent_process() is None:
-            os.environ.setdefault(OWNER, str(os.getpid()))
         try:
             start(directory)
         except OSError as error:  # diagnosis must not stop the program

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import GradwireError, MismatchError
@@ -19,6 +20,7 @@ from gradwire.recorder.origins import (
     came_from_loading,
     came_from_waiting,
     causes_of,
+    raised_in_python,
     trace_of,
 )
 from gradwire.recorder.recording import ERROR, GROUP, Entry
@@ -42,6 +44,7 @@ class Event:
         call: Function of torch.distributed that the user's line called; "" if none.
         values: Value of each rank, by rank, if ranks disagree.
         own: True if the error was raised by code that never waits for other ranks.
+        raised: True if a `raise` statement of Python raised the error, and each of its chain.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Event:
     call: str = ""
     values: dict[int, str] = field(default_factory=dict)
     own: bool = False
+    raised: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of plain containers and scalars."""
@@ -105,6 +109,7 @@ def failed(
         called_by_user(locations),
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
         came_from_loading(error),
+        all(map(raised_in_python, [error, *chain])),
     )
     events.append(event)
     for listener in on_failure:
@@ -121,6 +126,8 @@ def _message(error: BaseException) -> str:
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:
     """Return each rank's value if the error says that ranks disagree."""
     values = getattr(error, "values", ())
+    world = info_of(dist.group.WORLD) if info is None and dist.is_initialized() else None
+    info = info or world
     if not isinstance(error, MismatchError) or info is None or len(values) != len(info.ranks):
         return {}
     return dict(zip(info.ranks, values, strict=True))

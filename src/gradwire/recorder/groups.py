@@ -78,6 +78,11 @@ class RecordedGroup:
         self._tries = 0
         self.named = False
 
+    @property
+    def name(self) -> str:
+        """Name of the group if it is known already, else ""."""
+        return "" if self._info is None else self._info.name
+
     def find_name(self) -> GroupInfo | None:
         """Look up the group in torch.distributed."""
         if self._info is None:

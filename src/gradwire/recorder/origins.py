@@ -57,12 +57,18 @@ def came_from_waiting(error: BaseException) -> bool:
     trace = trace_of(error)
     if not trace or isinstance(error, _OF_ARGUMENTS):
         return False
-    code, instruction = trace[-1]
-    if code.co_code[instruction] in _RAISE:
+    if raised_in_python(error):
         return False
+    code, instruction = trace[-1]
     if is_users(code.co_filename):
         return not _WAITS.isdisjoint(_names_on_line(code, instruction))
     return code.co_filename.startswith(_COMMUNICATION)
+
+
+def raised_in_python(error: BaseException) -> bool:
+    """Return True if a `raise` statement raised the error, not code in C."""
+    trace = trace_of(error)
+    return bool(trace) and trace[-1][0].co_code[trace[-1][1]] in _RAISE
 
 
 def came_from_loading(error: BaseException) -> bool:

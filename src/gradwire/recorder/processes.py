@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradwire._processes import ENDED, namespace, stat_of
 
+_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OVER = ENDED
 
 
@@ -19,6 +20,7 @@ class Process:
         rank: Rank of the process.
         pid, started: Process ID and start time, since IDs are reused.
         host, namespace: Host and PID namespace in which the ID is valid.
+        launch: Variables of the launcher: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
     """
 
     rank: int
@@ -26,12 +28,14 @@ class Process:
     started: int
     host: str
     namespace: str
+    launch: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def this(cls, rank: int) -> Process:
         """Describe the calling process."""
         _, started = stat_of(os.getpid()) or ("", 0)
-        return cls(rank, os.getpid(), started, socket.gethostname(), namespace("pid"))
+        launch = {name: os.environ[name] for name in _LAUNCH if name in os.environ}
+        return cls(rank, os.getpid(), started, socket.gethostname(), namespace("pid"), launch)
 
 
 def state_of(process: Process) -> str:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.recorder.groups import RecordedGroup, reference_to
 from gradwire.recorder.lines import caller
+from gradwire.recorder.ring_file import RingFile
 
 LENGTH = 2000
 """Number of entries, as in torch's flight recorder."""
@@ -28,7 +29,7 @@ Shapes = torch.Size | tuple[torch.Size, ...]
 
 
 GROUP, NUMBER, OP, INPUTS, OUTPUTS, DTYPE, CODE, INSTRUCTION = range(8)
-CREATED, STARTED, ENDED, WAITS, ERROR, PEER, DONE = range(8, 15)
+CREATED, STARTED, ENDED, WAITS, ERROR, PEER, DONE, SLOT = range(8, 16)
 
 Entry = list[Any]
 """One collective of this rank, or one message to or from another rank.
@@ -45,6 +46,7 @@ It is a list because creating one takes 1 µs, where an object takes 3. Its fiel
 - ERROR: error it failed with, or None.
   - PEER: other rank of a message, -1 for any; None for a collective.
   - DONE: function that returns True once a message has ended; None for a collective.
+- SLOT: place of its end in the ring file; None without a file.
 """
 
 
@@ -113,6 +115,7 @@ class Ring:
             tuples of group reference, number and time.
         listener: Function called with each entry and bucket as it begins, and with each step; see
             `timeline`.
+        file: File that calls are also written to, which outlives a crash; None without a directory.
     """
 
     def __init__(self) -> None:
@@ -122,6 +125,7 @@ class Ring:
         self.ends: deque[tuple[weakref.ref[ProcessGroup], int, int]] = deque(maxlen=LENGTH)
         self.listener: Callable[[Any], None] | None = None
         self.recorded = 0
+        self.file: RingFile | None = None
 
     def begin(
         self,
@@ -151,11 +155,14 @@ class Ring:
             None,
             None,
             None,
+            None,
         ]
         if not group.named:
             group.find_name()
         self.entries.append(entry)  # `_add`, inlined here and below since a call is measurable
         self.recorded += 1
+        if self.file is not None:
+            _write(self.file, entry)
         if self.listener is not None:
             self.listener(entry)
         return entry
@@ -171,11 +178,13 @@ class Ring:
         if not self.on:
             return None
         entry = like.copy()
-        entry[NUMBER] = number
+        entry[NUMBER], entry[SLOT] = number, None
         entry[CODE], entry[INSTRUCTION] = caller(call, 3)
         entry[CREATED] = perf_counter_ns()
         self.entries.append(entry)
         self.recorded += 1
+        if self.file is not None:
+            _write(self.file, entry)
         if self.listener is not None:
             self.listener(entry)
         return entry
@@ -200,6 +209,7 @@ class Ring:
         shape, at = tensor.shape, caller(op, 3)
         now = perf_counter_ns()
         entry = [group, 0, op, shape, shape, tensor.dtype, *at, now, 0, 0, None, None, peer, done]
+        entry.append(None)
         if not group.named:
             group.find_name()
         self._add(entry)
@@ -241,11 +251,19 @@ def record_end(entry: Entry, waits: dict[int, int] | None) -> None:
         waits: Time spent waiting for each rank of the group, in ns.
     """
     entry[ENDED], entry[WAITS] = perf_counter_ns(), waits
+    if entry[SLOT] is not None and ring.file is not None:
+        ring.file.end(entry[SLOT], entry[ENDED])
 
 
 def record_completion(entry: Entry, done: Callable[[], bool]) -> None:
     """Set the function that returns True once a message has ended."""
     entry[DONE] = done
+
+
+def _write(file: RingFile, entry: Entry) -> None:
+    name = entry[GROUP].name
+    call = name, entry[OP], entry[INPUTS], entry[DTYPE], entry[PEER]
+    entry[SLOT] = file.begin(entry[NUMBER], call, (entry[CODE], entry[INSTRUCTION]), entry[CREATED])
 
 
 def _shapes(tensors: Sequence[Tensor]) -> Shapes:

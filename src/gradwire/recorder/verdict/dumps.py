@@ -84,6 +84,7 @@ class Event:
     call: str = ""
     values: Mapping[int, str] = field(default_factory=dict)
     own: bool = False
+    raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,18 +97,61 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class ExitCall:
+    """Call of `sys.exit` or `os._exit`, with the line that made it."""
+
+    how: str
+    code: int
+    text: str
+    time: int
+    lines: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class Crash:
     """Report of faulthandler about a process that crashed in C.
 
     Attributes:
         why: Description of the signal.
-        frames: Stack of the main thread, innermost frame first.
+        frames: Stack of the thread that crashed, innermost frame first.
         time: Time of the crash.
+        in_main: True if the main thread crashed, or if it is unknown which thread did.
     """
 
     why: str
     frames: list[dict[str, Any]]
     time: int
+    in_main: bool = True
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Contents of a rank's ring file, which survives any end of the process.
+
+    Attributes:
+        pid: Process that wrote it.
+        beat: Last time when Python ran in it.
+        counts: Number of collectives of each group at that time.
+        stack: Frames of the main thread at that time, innermost first.
+        calls: Last calls, with keys "group", "number", "op", "sizes", "dtype", "line", "begin",
+            "end".
+    """
+
+    pid: int
+    beat: int
+    counts: Mapping[str, int]
+    stack: list[dict[str, Any]]
+    calls: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Process that was started as a rank, with the launcher's variables."""
+
+    rank: int
+    pid: int
+    host: str
+    launch: Mapping[str, str]
 
 
 @dataclass
@@ -124,6 +168,12 @@ class RankDump:
         taken: Time of writing; 0 if unknown.
         alive: Times when other ranks' processes were last seen alive.
         clock: Name of the clock, equal for ranks whose times are comparable; "" if unknown.
+        exit: Last call of `sys.exit` or `os._exit`; None if there was none.
+        kernel: System call of the main thread and of child processes, as `recorder.kernel` returns.
+        pauses: Long garbage collections: begin and duration, in ns.
+        silences: Times in which no Python ran: begin, end, and CPU time used, in ns.
+        host, pid: Process that wrote it.
+        ended: Time when its exit handlers ran; 0 if they have not.
     """
 
     rank: int
@@ -135,6 +185,13 @@ class RankDump:
     taken: int = 0
     alive: dict[int, int] = field(default_factory=dict)
     clock: str = ""
+    exit: ExitCall | None = None
+    kernel: Mapping[str, Any] = field(default_factory=dict)
+    pauses: list[tuple[int, int]] = field(default_factory=list)
+    silences: list[tuple[int, int, int]] = field(default_factory=list)
+    host: str = ""
+    pid: int = 0
+    ended: int = 0
 
     @property
     def pending(self) -> list[Call]:
@@ -159,6 +216,11 @@ class Dumps:
         exits: Exits of processes, by rank; empty if no launcher noted them.
         crashes: Crashes in C, by rank.
         messages: Messages between two ranks, each with the rank that recorded it.
+        traces: Contents of ring files, by rank.
+        stacks: Stacks of the main threads of ranks that did not answer a request, by rank.
+        kernel: What the kernel knows of these ranks' processes, by rank.
+        starts: Processes that were started as ranks.
+        firsts: Dumps at the first failure of each rank.
         damaged: Ranks whose dumps cannot be read.
         earlier: Ranks whose dumps belong to an earlier run; they are not in `ranks`.
     """
@@ -170,6 +232,11 @@ class Dumps:
     exits: dict[int, Exit]
     crashes: dict[int, Crash]
     messages: list[tuple[int, dict[str, Any]]]
+    traces: dict[int, Trace] = field(default_factory=dict)
+    stacks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    kernel: dict[int, dict[str, Any]] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    firsts: dict[int, RankDump] = field(default_factory=dict)
     damaged: list[int] = field(default_factory=list)
     earlier: list[int] = field(default_factory=list)
 

@@ -6,20 +6,34 @@ Dumps may come from somebody else: fields of wrong types are errors of the dump.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import ArgumentError
+from gradwire.recorder.black_box import FIRST, PREFIX
+from gradwire.recorder.crash_files import RING, STACKS
 from gradwire.recorder.load import load
-from gradwire.recorder.verdict.dumps import Call, Crash, Dumps, Event, Exit, RankDump
+from gradwire.recorder.ring_file import read_ring
+from gradwire.recorder.verdict.dumps import (
+    Call,
+    Crash,
+    Dumps,
+    Event,
+    Exit,
+    ExitCall,
+    RankDump,
+    Start,
+    Trace,
+)
 
 _MOST_RANKS = 1 << 20  # limit for damaged dumps
 _NAME = re.compile(r"(.*?)(\d+)")
 _CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_NOT_DUMPS = (FIRST, RING.format(""))
 _CORES = {
     "_all_gather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -60,6 +74,8 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
             earlier = _of_earlier_run(records)
             dumps = _dumps({r: d for r, d in records.items() if r not in earlier}, directory)
             dumps.damaged, dumps.earlier = sorted(damaged), earlier
+            if prefix in (None, PREFIX):
+                _add_what_outlives(dumps, directory)
             return dumps
         errors += damaged.values()
     raise errors[0]
@@ -99,7 +115,8 @@ def _files(directory: Path, prefix: str | None) -> list[dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match and path.is_file() and prefix in (None, match[1]):
+        other = match and prefix is None and match[1] in _NOT_DUMPS
+        if match and not other and path.is_file() and prefix in (None, match[1]):
             found.setdefault(match[1], {})[int(match[2])] = path
     return sorted(found.values(), key=len, reverse=True)
 
@@ -157,8 +174,6 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
             of_group.append(call)
     extra = record.get("gradwire", {})
     wall = int(extra.get("wall_ns", 0))
-    if extra.get("events"):
-        _reopen_last(calls)
     return RankDump(
         rank,
         calls,
@@ -169,17 +184,26 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
         int(extra.get("taken_ns", 0)),
         {int(peer): int(seen) for peer, seen in extra.get("peers_alive_ns", {}).items()},
         _text(extra.get("clock", "")),
+        _exit_call(extra.get("exit")),
+        extra.get("kernel") or {},
+        [(int(at), int(took)) for at, took in extra.get("pauses", ())],
+        [(int(a), int(b), int(cpu)) for a, b, cpu in extra.get("silences", ())],
+        _text(extra.get("host", "")),
+        int(extra.get("pid", 0)),
+        int(extra.get("ended_ns", 0)),
     )
 
 
-def _reopen_last(calls: Mapping[str, list[Call]]) -> None:
-    """Mark the last call of a rank with an error as running, unless its end was recorded.
-
-    Gloo's recorder does not distinguish failed calls from successful ones.
-    """
-    last = max((of[-1] for of in calls.values() if of), key=lambda c: c.created, default=None)
-    if last is not None and not last.ended:
-        calls[last.group][-1] = replace(last, done=False)
+def _exit_call(found: Mapping[str, Any] | None) -> ExitCall | None:
+    if found is None:
+        return None
+    return ExitCall(
+        _text(found["how"]),
+        int(found["code"]),
+        _text(found["text"]),
+        int(found["time"]),
+        tuple(_frame(line) for line in found["lines"]),
+    )
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
@@ -221,6 +245,7 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
         _text(event.get("call", "")),
         {int(rank): _text(value) for rank, value in event.get("values", {}).items()},
         bool(event.get("own")),
+        bool(event.get("raised")),
     )
 
 
@@ -269,6 +294,26 @@ def _json(path: Path) -> dict[int, Exit]:
         return {}
 
 
+def parse_stacks(text: str) -> list[tuple[bool, list[dict[str, Any]]]]:
+    """Return the stacks in a report of faulthandler: if it is the current thread, and its frames.
+
+    Frames are innermost first; the main thread comes last.
+    """
+    parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.M)
+    if len(parts) == 1:
+        parts = ["", "Current thread", text]
+    return [
+        (
+            name.startswith("Current"),
+            [
+                {"filename": m[1], "line": int(m[2]), "name": m[3]}
+                for m in _CRASH_LINE.finditer(content)
+            ],
+        )
+        for name, content in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+
+
 def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
     """Read faulthandler's reports: by rank, and of processes that had no rank yet."""
     found: dict[int, Crash] = {}
@@ -276,16 +321,44 @@ def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
     for path in _files_of(directory, "crash-*.txt"):
         number = path.stem.partition("-")[2]
         text = path.read_text(errors="replace")
-        if not text.strip():
+        stacks = parse_stacks(text) if text.strip() else []
+        if not stacks:
             continue
-        last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.M)[-1]  # the main thread
-        frames = [
-            {"filename": m[1], "line": int(m[2]), "name": m[3]} for m in _CRASH_LINE.finditer(last)
-        ]
+        current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
+        at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
         why = text.splitlines()[0].removeprefix("Fatal Python error: ")
-        crash = Crash(why, frames, path.stat().st_mtime_ns)
+        main = at == len(stacks) - 1
+        crash = Crash(why, stacks[at][1], path.stat().st_mtime_ns, main)
         if number.isdecimal():
             found[int(number)] = crash
         else:
             nameless.append(crash)
     return found, nameless
+
+
+def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
+    """Add the files that do not depend on a rank's cooperation."""
+    for rank in dumps.world:
+        ring = read_ring(directory / RING.format(rank))
+        if ring is not None:
+            state = ring["state"]
+            dumps.traces[rank] = Trace(
+                ring["pid"],
+                ring["beat"],
+                {str(name): int(n) for name, n in state.get("counts", {}).items() if n is not None},
+                list(state.get("stack", ())),
+                ring["calls"],
+            )
+        with contextlib.suppress(OSError):
+            stacks = parse_stacks((directory / STACKS.format(rank)).read_text(errors="replace"))
+            if stacks:
+                dumps.stacks[rank] = stacks[-1][1]
+        with contextlib.suppress(OSError, ValueError):
+            dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
+        with contextlib.suppress(OSError, ArgumentError):
+            dumps.firsts[rank] = _rank(rank, _checked(directory / f"{FIRST}{rank}", rank))
+    for path in _files_of(directory, "start-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found = json.loads(path.read_text())
+            launch = {str(name): str(value) for name, value in found["launch"].items()}
+            dumps.starts.append(Start(found["rank"], found["pid"], str(found["host"]), launch))

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
-from gradwire.recorder.verdict.dumps import Call, Dumps
-from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, place_of
+from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
+from gradwire.recorder.verdict.finding import LIKELY, Finding, Kind, list_ranks, place_of
 
 _SHARE = 0.05  # fraction of the time that the dumps cover
-_OFTEN = 0.6  # fraction of all collectives, since some rank is last in each
+_LEAST_NS = 500_000_000  # less may be the machine's own noise
+_MOSTLY = 0.6  # fraction of all lateness, or of one rank's
 _CALLS = 3
 _TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barrier"}
 """Collectives that end on all ranks at about the same time, since no rank can finish early."""
@@ -30,7 +31,7 @@ def find_slow(dumps: Dumps) -> list[Finding]:
         return []
     everything = [call for calls in complete for call in calls.values()]
     covered = max(max(c.created, c.ended) for c in everything) - min(c.created for c in everything)
-    found = [_late(complete, covered), _slow_transfer(dumps, complete, covered)]
+    found = [_late(dumps, complete, covered), _slow_transfer(dumps, complete, covered)]
     weighed = [each for each in found if each is not None]
     return [finding for _, finding in sorted(weighed, key=lambda each: -each[0])]
 
@@ -51,35 +52,74 @@ def _moved(call: Call, by: int) -> Call:
     return replace(call, created=call.created + by, started=started, ended=call.ended + by)
 
 
-def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] | None:
-    """Find the rank that was last most often, and by how much after the one before it."""
+def _late(
+    dumps: Dumps, complete: list[dict[int, Call]], covered: int
+) -> tuple[int, Finding] | None:
+    """Find the rank that was last for the longest time, and by how much after the one before it."""
     late: dict[int, list[tuple[int, Call]]] = {}
     for calls in complete:
         *_, before, last = sorted(calls.items(), key=lambda item: item[1].created)
         late.setdefault(last[0], []).append((last[1].created - before[1].created, last[1]))
     rank, times = max(late.items(), key=lambda item: sum(t for t, _ in item[1]))
     total = sum(t for t, _ in times)
-    often = len(times) >= max(_CALLS, _OFTEN * len(complete))
-    if total < _SHARE * covered or not often:
+    everyones = sum(t for of in late.values() for t, _ in of)
+    if total < max(_SHARE * covered, _LEAST_NS) or total < _MOSTLY * everyones:
         return None
     worst, call = max(times, key=lambda item: item[0])
+    once = worst > _MOSTLY * total
+    how = f"was late once, by {worst / 1e9:.3g} s, before the {call.op} at {place_of(call)}"
+    if not once:
+        how = f"was slow: it was last in {len(times)} of {len(complete)} collectives"
+    cause, remedies = _why_late(dumps.ranks[rank], call, worst, total)
     finding = Finding(
         Kind.SLOW_RANK,
         (rank,),
-        f"rank {rank} was slow: it was last in {len(times)} of {len(complete)} collectives, and "
-        f"the others waited {total / 1e9:.3g} s for it, {total / covered:.0%} of the time",
+        f"rank {rank} {how}, and the others waited {total / 1e9:.3g} s for it, "
+        f"{min(1, total / covered):.0%} of the time{cause}",
         (
             f"by {median(t for t, _ in times) / 1e6:.3g} ms each (median), {worst / 1e6:.3g} ms at "
             f"most, before the {call.op} at {place_of(call)}",
         ),
-        "find out what this rank does before it that others do not: its data, a core shared with "
-        "another rank, logging or saving; `gradwire timeline` shows each step",
+        remedies,
         call.op,
         call.group,
         call.number,
         (f"{call.filename}:{call.line}",),
+        confidence=LIKELY,
+        rule="slow rank",
     )
     return total, finding
+
+
+def _why_late(dump: RankDump, call: Call, worst: int, total: int) -> tuple[str, tuple[str, ...]]:
+    """Return what the rank recorded about the time before it came, and what to do."""
+    collected = sum(took for _, took in dump.pauses)
+    silent = [
+        (end - begin, cpu)
+        for begin, end, cpu in dump.silences
+        if begin < call.created and end > call.created - worst
+    ]
+    if collected > total / 2:
+        text = f"; garbage collection took {collected / 1e9:.3g} s in its process"
+        return text, (
+            "freeze long-lived objects: call gc.freeze() before the loop",
+            "or collect between steps on all ranks: gc.disable(), then gc.collect() every n steps",
+        )
+    if silent:
+        longest, cpu = max(silent)
+        text = f"; no Python ran in its process for {longest / 1e9:.3g} s, "
+        if cpu > longest / 2:
+            return text + "while C code held the GIL and computed", (
+                "see what extension it calls before that line, which does not release the GIL",
+            )
+        return text + "and it used no CPU: it was stopped, or C code held the GIL and waited", (
+            "see if something stopped it: a debugger, a frozen container, memory that was swapped",
+        )
+    return "", (
+        "find out what this rank does before that line that others do not: its data, logging, "
+        "saving, a core shared with another process",
+        "record a timeline, which shows each step: gradwire run --timeline run.json",
+    )
 
 
 def _slow_transfer(
@@ -97,7 +137,7 @@ def _slow_transfer(
         spent.setdefault(first.group, []).append((took, first.nbytes))
         _blame(calls, came, blamed)
     total = sum(took for times in spent.values() for took, _ in times)
-    if total < max(_SHARE, 0.25) * covered:
+    if total < max(_SHARE * 5 * covered, _LEAST_NS):
         return None
     rates = {group: _rate(times) for group, times in spent.items() if sum(t for t, _ in times)}
     ranks = _ranks_of_slow(dumps, rates, blamed)
@@ -112,8 +152,12 @@ def _slow_transfer(
             f"group {group} (ranks {dumps.groups[group]}): {value / 1e6:.3g} MB/s"
             for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
         ),
-        "check that rank's network interface (GLOO_SOCKET_IFNAME), core and memory; `gradwire "
-        "doctor` measures the backends on this machine",
+        (
+            "check that rank's network interface (GLOO_SOCKET_IFNAME), core and memory",
+            "measure the backends on this machine: gradwire doctor",
+        ),
+        confidence=LIKELY,
+        rule="slow transfer",
     )
     return total, finding
 

@@ -1,69 +1,37 @@
-"""Rules about the first difference between ranks' collectives: another call, or none."""
+"""Differences between the calls of ranks: another call, other sizes, or one that was skipped."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps
-from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
+from gradwire.recorder.verdict.evidence import Evidence
+from gradwire.recorder.verdict.finding import (
+    Finding,
+    Kind,
+    is_users,
+    list_ranks,
+    name_call,
+    places_of,
+)
 
+_OTHER = {
+    "size": "print the shape before this line on all ranks: the last batch, padding and the "
+    "model's configuration determine it",
+    "dtype": "print the dtype before this line on all ranks: autocast, a checkpoint and the "
+    "model's configuration determine it",
+}
 _TIMES = 2  # on each rank, before anything is expected
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Collective in which some ranks wait and that other ranks have not called.
-
-    Attributes:
-        group, number: Group and number of the collective.
-        calls: Calls, by rank.
-        missing: Ranks that had not called it when they wrote their dumps.
-        silent: Ranks without a dump, or with an earlier one.
-    """
-
-    group: str
-    number: int
-    calls: Mapping[int, Call]
-    missing: tuple[int, ...]
-    silent: tuple[int, ...] = ()
-
-
-def find_gaps(dumps: Dumps) -> list[Gap]:
-    """Return each group's first collective that not all ranks have called, oldest first."""
-    gaps = []
-    for group, ranks in dumps.groups.items():
-        last = {
-            rank: dump.calls[group][-1].number if dump.calls.get(group) else 0
-            for rank, dump in dumps.ranks.items()
-            if rank in ranks
-        }
-        for number, calls in dumps.calls(group).items():
-            absent = [r for r in ranks if r not in calls and last.get(r, 0) < number]
-            waiting = any(not call.done for call in calls.values())
-            if absent and waiting:
-                silent = tuple(r for r in absent if not _was_written_since(dumps, r, calls))
-                missing = tuple(r for r in absent if r not in silent)
-                gaps.append(Gap(group, number, calls, missing, silent))
-                break
-    return sorted(gaps, key=lambda gap: min(call.created for call in gap.calls.values()))
-
-
-def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bool:
-    """Return True if a rank wrote its dump after others' calls, or at its end."""
-    dump = dumps.ranks.get(rank)
-    if dump is None or dump.reason == "exit":
-        return dump is not None
-    known = dump.taken and dumps.same_clock([rank, *calls])
-    return not known or dump.taken > min(call.created for call in calls.values())
-
-
-def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
-    """Find the oldest collective in which ranks made different calls, and its time."""
+def find_mismatch(evidence: Evidence) -> list[Finding]:
+    """Find the oldest collective in which ranks made different calls."""
+    dumps = evidence.dumps
     found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
         for recorded in dumps.calls(group).values():
@@ -77,9 +45,32 @@ def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
                 found.append((max(call.created for call in calls.values()), calls, culprits))
                 break
     if not found:
-        return None
+        return []
     when, calls, culprits = min(found, key=lambda each: each[0])
-    return _mismatch(dumps, calls, culprits), when
+    return [replace(_mismatch(dumps, calls, culprits), time=when)]
+
+
+def find_disagreement(evidence: Evidence) -> list[Finding]:
+    """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
+    found = [
+        (event.time, event)
+        for dump in evidence.dumps.ranks.values()
+        for event in dump.events
+        if event.values
+    ]
+    if not found:
+        return []
+    when, event = min(found, key=lambda each: each[0])
+    counts = Counter(event.values.values()).most_common()
+    common, times = counts[0]
+    tied = len(counts) > 1 and counts[1][1] == times
+    ranks = () if tied else tuple(r for r, v in sorted(event.values.items()) if v != common)
+    summary = " ".join(event.message.split())
+    if ranks:
+        summary = f"{list_ranks(ranks)} passed something else than the others: {summary}"
+    places = tuple(places_of(event.lines)[:1])
+    remedies = ("pass the same on all ranks",)
+    return [Finding(Kind.MISMATCH, ranks, summary, remedies=remedies, places=places, time=when)]
 
 
 def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
@@ -93,6 +84,8 @@ def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
     found = dict(calls)
     for rank, crash in dumps.crashes.items():
         called = None if rank in calls else _call_at(dumps, crash.frames)
+        if called is None and rank not in calls:
+            called = _first_call_at(first, crash.frames)
         if called is not None:
             found[rank] = replace(called, number=first.number, created=first.created, done=False)
     return found
@@ -106,6 +99,30 @@ def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
             for call in reversed(calls):
                 if call.done and call.place in places:
                     return call
+    return None
+
+
+def _first_call_at(theirs: Call, frames: Sequence[Mapping[str, Any]]) -> Call | None:
+    """Return the call of a stack, at a line where the others do not call; sizes are unknown."""
+    op = ""
+    for frame in frames:
+        if is_users(frame):
+            place = str(frame["filename"]), int(frame["line"])
+            if not op or place == theirs.place:
+                return None
+            return replace(
+                theirs,
+                op=op,
+                sizes=(),
+                dtypes=(),
+                filename=place[0],
+                line=place[1],
+                function=str(frame["name"]),
+                parameters=(),
+                step=None,
+            )
+        if "/torch/distributed/" in str(frame["filename"]) and frame["name"] != "wrapper":
+            op = str(frame["name"])
     return None
 
 
@@ -131,7 +148,7 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
             f"{who} called {name_call(mine)} with another {field} than "
             f"{list_ranks(others)}: {_value(mine, field)} instead of {_value(theirs, field)}",
             tuple(details),
-            f"use the same {field} on all ranks: check what determines it, such as the last batch",
+            (_OTHER[field],),
             **common,
         )
     if _follows(dumps, theirs, mine):
@@ -142,8 +159,10 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
         f"{who} called {name_call(mine, number=False)}, where {list_ranks(others)} called "
         f"{name_call(theirs, number=False)} (number {theirs.number} of group {theirs.group})",
         tuple(details),
-        "call the same collectives in the same order on all ranks: look for a condition on the "
-        "rank or on its data, and for iteration over sets and dicts",
+        (
+            "look for a condition on the rank or on its data before these lines",
+            "look for iteration over a set, whose order differs between processes: sort it",
+        ),
         **common,
     )
 
@@ -154,20 +173,20 @@ def _skipped(
     who = list_ranks(culprits)
     step = f" of step {theirs.step}" if theirs.step is not None else ""
     details = [f"it continued with the {name_call(mine, number=False)}", *details]
-    remedy = "look for a condition, `continue` or early `return` that only this rank takes"
+    remedies = ("look for a condition, `continue` or early `return` that only this rank takes",)
     handler = swallowing_handler(theirs.filename, theirs.line)
     if handler is not None:
         details.insert(0, f"that line is in a `try` whose `except` in line {handler} continues")
-        remedy = (
+        remedies = (
             f"an error was probably swallowed: print it in the `except` in line {handler} of "
-            f"{theirs.filename} and re-raise it, or skip the step on all ranks"
+            f"{theirs.filename} and re-raise it, or skip the step on all ranks",
         )
     return Finding(
         Kind.SKIPPED,
         tuple(culprits),
         f"{who} skipped the {name_call(theirs)}{step}, which all other ranks called",
         tuple(details),
-        remedy,
+        remedies,
         **common,
     )
 
@@ -184,7 +203,10 @@ def _undecided(calls: Mapping[int, Call]) -> Finding:
         f"{first.group}), equally many each: {name_call(first, number=False)}, and "
         f"{name_call(other, number=False)}",
         tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
-        "decide which of them is right: look for a condition on the rank or on its data",
+        (
+            "look for a condition on the rank or on its data before these lines",
+            "look for iteration over a set, whose order differs between processes: sort it",
+        ),
         first.op,
         first.group,
         first.number,

@@ -1,0 +1,473 @@
+"""Ranks that failed or ended: errors, signals, crashes in C, exits, stopped processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradwire.recorder.processes import OVER
+from gradwire.recorder.verdict.dumps import Crash, Dumps, Event, Exit
+from gradwire.recorder.verdict.evidence import (
+    LONG_NS,
+    NEVER,
+    Evidence,
+    waits_for_others,
+    was_interrupted,
+)
+from gradwire.recorder.verdict.finding import (
+    UNCLEAR,
+    Finding,
+    Kind,
+    at_line,
+    consequences,
+    innermost,
+    last_call,
+    last_of,
+    list_ranks,
+    name_call,
+    on_host,
+    places_of,
+    shortened,
+)
+
+_MEMORY = ("MemoryError", "OutOfMemoryError")
+_IMPORT = ("ImportError", "ModuleNotFoundError")
+_PICKLE = ("PicklingError", "PickleError")
+_AFTER_ALL = NEVER
+_TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
+_BY_SIGNAL: dict[int, str] = {
+    signal.SIGSEGV: "run it with PYTHONFAULTHANDLER=1, and look at the extension called last",
+    signal.SIGBUS: "check that /dev/shm and mapped files have space: `df /dev/shm`",
+    signal.SIGABRT: "see the end of its log: a library called abort() and says why",
+    signal.SIGTERM: "find out what sent SIGTERM: a scheduler's time limit or preemption, or `kill`",
+    signal.SIGINT: "find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",
+}
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def find_error(evidence: Evidence) -> list[Finding]:
+    """Find the oldest error that no other rank's failure explains."""
+    dumps = evidence.dumps
+    errors = [
+        (event.time, rank, event)
+        for rank, events in evidence.primary.items()
+        for event in events
+        if not _may_follow(evidence, rank, event)
+    ]
+    if not errors:
+        return []
+    # one failure may have spread to all ranks with the data, such as a NaN
+    when, _, event = min(errors, key=lambda each: each[0])
+    same = sorted({r for _, r, e in errors if (e.type, e.message) == (event.type, event.message)})
+    in_line = {
+        r
+        for t, r, e in errors
+        if (e.type, e.lines[:1]) == (event.type, event.lines[:1]) and t - when < _TOGETHER_NS
+    }
+    others = {r for _, r, _ in errors} - set(same)
+    if not dumps.same_clock({*same, *others}) and others:
+        return [_either(dumps, sorted({*same, *others}), when)]
+    if len(in_line) == len(dumps.world) > 1 and event.waited:
+        return [_all_disagree(event, when)]
+    if len(same) == len(dumps.world) > 1:
+        return [_all_failed(evidence, event, when)]
+    return [replace(_failed(dumps, same, event), time=when)]
+
+
+def _may_follow(evidence: Evidence, rank: int, event: Event) -> bool:
+    """Return True if a rank raised an error after waiting in vain for missing ranks."""
+    for gap in evidence.gaps:
+        call = gap.calls.get(rank)
+        if call is None or call.done or call.created > event.time:
+            continue
+        states, exits = evidence.states, evidence.dumps.exits
+        dead = any(
+            states.get(r) in OVER or (r in exits and exits[r].code)
+            for r in (*gap.missing, *gap.silent)
+        )
+        if dead or event.time - call.created > LONG_NS:
+            return True
+    return False
+
+
+def _failed(dumps: Dumps, culprits: Sequence[int], event: Event) -> Finding:
+    at = at_line(event.lines)
+    ends = "and the process ended" if event.kind == "uncaught" else "raised by gradwire"
+    message = " ".join(event.message.split())
+    return Finding(
+        Kind.ERROR,
+        tuple(culprits),
+        f"{list_ranks(culprits)}{on_host(dumps, culprits)} failed{at} with {event.type}, {ends}: "
+        f"{shortened(message, 600)}",
+        tuple(consequences(dumps, culprits)),
+        _for_error(event),
+        places=tuple(places_of(event.lines)[:1]),
+        parameters=event.parameters,
+    )
+
+
+def _for_error(event: Event) -> tuple[str, ...]:
+    """Return what to do about an error."""
+    if event.type in _MEMORY or "allocate memory" in event.message:
+        return ("use less memory on this rank: a smaller batch, fewer workers, no retained graphs",)
+    if event.parameters:
+        return (
+            "follow the advice in the message",
+            f"it names the parameters {', '.join(event.parameters)}",
+        )
+    if event.type in _IMPORT:
+        return ("install the package where this rank runs: all ranks need one environment",)
+    if event.type in _PICKLE:
+        return ("send only objects that pickle can handle: no lambdas, local classes, open files",)
+    return ("fix that line: the other ranks' errors follow from it",)
+
+
+def _all_disagree(event: Event, when: int) -> Finding:
+    message = shortened(" ".join(event.message.split()), 600)
+    return Finding(
+        Kind.MISMATCH,
+        (),
+        f"all ranks failed{at_line(event.lines)} with {event.type} when they compared what they "
+        f"passed: {message}",
+        (),
+        ("print the configuration on all ranks before this line, and compare",),
+        places=tuple(places_of(event.lines)[:1]),
+        time=when,
+        confidence=UNCLEAR,
+    )
+
+
+def _all_failed(evidence: Evidence, event: Event, when: int) -> Finding:
+    message = shortened(" ".join(event.message.split()), 600)
+    return Finding(
+        Kind.ERROR,
+        (),
+        f"all ranks failed{at_line(event.lines)} with {event.type}, for a reason that they share "
+        f"or that came to all of them with the data: {message}",
+        (),
+        (
+            "fix that line, if its reason is the same on all ranks",
+            "if a NaN or infinity may have come from one rank, run with GRADWIRE_CHECK_FINITE=1, "
+            "which names the first one",
+        ),
+        places=tuple(places_of(event.lines)[:1]),
+        parameters=event.parameters,
+        time=when,
+        confidence=UNCLEAR,
+    )
+
+
+def _either(dumps: Dumps, ranks: Sequence[int], when: int) -> Finding:
+    return Finding(
+        Kind.UNCLEAR,
+        (),
+        f"{list_ranks(ranks)} failed, on hosts whose clocks are not comparable: one of the errors "
+        "caused the others",
+        tuple(f"rank {r}: {last_of(dumps.ranks[r])}" for r in ranks),
+        ("compare these errors and the hosts' logs, which show the first one",),
+        time=when,
+        confidence=UNCLEAR,
+    )
+
+
+def find_interrupted(evidence: Evidence) -> list[Finding]:
+    """Find the one rank that KeyboardInterrupt ended."""
+    dumps = evidence.dumps
+    found = {
+        rank: event
+        for rank, dump in dumps.ranks.items()
+        for event in dump.events
+        if event.type == "KeyboardInterrupt"
+    }
+    if len(found) != 1 or len(dumps.world) == 1:
+        return []  # Ctrl-C reaches all ranks
+    ((rank, event),) = found.items()
+    if not was_interrupted(event) or event.time > evidence.first_failure:
+        return []
+    return [
+        Finding(
+            Kind.ERROR,
+            (rank,),
+            f"rank {rank}{on_host(dumps, [rank])} was interrupted by SIGINT{at_line(event.lines)}, "
+            "and no other rank was",
+            tuple(consequences(dumps, [rank])),
+            (_BY_SIGNAL[signal.SIGINT],),
+            places=tuple(places_of(event.lines)[:1]),
+            time=event.time,
+        )
+    ]
+
+
+def find_left(evidence: Evidence) -> list[Finding]:
+    """Find a rank that ended without an error while a call of its own was still running."""
+    found = []
+    for rank, dump in evidence.dumps.ranks.items():
+        open_ = dump.pending
+        if dump.reason == "exit" and open_ and not dump.events and not _came_after(evidence, rank):
+            found.append((evidence.ends_at(rank), rank, open_[0]))
+    if not found or len(found) == len(evidence.dumps.world):
+        return []
+    when, rank, call = min(found, key=lambda each: each[:2])
+    return [
+        Finding(
+            Kind.FINISHED,
+            (rank,),
+            f"rank {rank} ended while its {name_call(call)} was still running: nothing waited for "
+            "its handle",
+            tuple(consequences(evidence.dumps, [rank])),
+            ("call wait() on the handle that this line returns",),
+            call.op,
+            call.group,
+            call.number,
+            (f"{call.filename}:{call.line}",),
+            time=when,
+        )
+    ]
+
+
+# -- ends of processes ---------------------------------------------------------------------------
+
+
+def find_crash(evidence: Evidence) -> list[Finding]:
+    """Find a rank whose process crashed in C."""
+    dumps = evidence.dumps
+    if not dumps.crashes:
+        return []
+    own = {r: crash for r, crash in dumps.crashes.items() if not _by_message(crash)}
+    rank, crash = min((own or dumps.crashes).items(), key=lambda item: item[1].time)
+    # an abort caused by another rank's message ranks after its cause, whenever that was recorded
+    return [replace(_crashed(dumps, rank, crash), time=crash.time if own else _AFTER_ALL)]
+
+
+def _by_message(crash: Crash) -> bool:
+    """Return True if a backend aborted the process, because of another rank's message."""
+    autograd = any("/torch/autograd/" in str(frame["filename"]) for frame in crash.frames[:1])
+    return crash.why.startswith("Aborted") and (autograd or waits_for_others(crash.frames))
+
+
+def _crashed(dumps: Dumps, rank: int, crash: Crash) -> Finding:
+    at = innermost(crash.frames)
+    blamed = () if _by_message(crash) else (rank,)
+    whose = "" if blamed else "; another rank may have sent an unexpected message"
+    thread = "" if crash.in_main else ", in a thread other than the main one"
+    remedies: tuple[str, ...] = (
+        "look at the extension or library that this line calls, and at the arguments it gets",
+        "run this rank alone under gdb, or with PYTHONFAULTHANDLER=1, to see the stack in C",
+    )
+    if crash.why.startswith("Bus error"):
+        remedies = (_BY_SIGNAL[signal.SIGBUS],)
+    if crash.why.startswith("Aborted"):
+        remedies = (_BY_SIGNAL[signal.SIGABRT],)
+    if not blamed:
+        remedies = (
+            "check that all ranks call the same collective with the same sizes: Gloo aborts a "
+            "process that receives an unexpected size",
+            "run with GRADWIRE_CHECKS=1 or on shm, which compare the calls first",
+        )
+    return Finding(
+        Kind.CRASHED,
+        blamed,
+        f"rank {rank}'s process crashed in C ({crash.why}{thread}) while it was "
+        f"{at or 'in no Python code'}{whose}",
+        tuple(consequences(dumps, [rank])),
+        remedies,
+        places=tuple(places_of(crash.frames)[:1]),
+        confidence="" if blamed else UNCLEAR,
+    )
+
+
+def find_killed(evidence: Evidence) -> list[Finding]:
+    """Find ranks that a signal ended, and that nothing else had failed before."""
+    dumps = evidence.dumps
+    killed = {
+        rank: exit_
+        for rank, exit_ in sorted(dumps.exits.items())
+        if exit_.code < 0
+        and rank not in dumps.crashes
+        and not (rank in dumps.ranks and dumps.ranks[rank].events)
+    }
+    killed = {rank: exit_ for rank, exit_ in killed.items() if not _came_after(evidence, rank)}
+    if -signal.SIGKILL in {exit_.code for exit_ in killed.values()}:
+        killed = {r: e for r, e in killed.items() if e.code == -signal.SIGKILL}
+    if not killed or (len(killed) == len(dumps.world) > 1):
+        return []
+    ranks = list(killed)
+    return [replace(_killed(dumps, ranks), time=min(evidence.ends_at(r) for r in ranks))]
+
+
+def _came_after(evidence: Evidence, rank: int) -> bool:
+    """Return True if a rank still ran when another one had failed: it was ended for that."""
+    failed = min((evidence.fails_at(r) for r in evidence.dumps.ranks if r != rank), default=NEVER)
+    dump = evidence.dumps.ranks.get(rank)
+    if dump is not None and dump.reason == "exit":
+        return evidence.ends_at(rank) > failed
+    return _last_seen(evidence, rank) > failed
+
+
+def find_stopped(evidence: Evidence) -> list[Finding]:
+    """Find a stopped process."""
+    for rank, state in sorted(evidence.states.items()):
+        if state.startswith("stopped"):
+            trace = evidence.trace(rank)
+            stack = trace.stack if trace is not None else []
+            finding = Finding(
+                Kind.STOPPED,
+                (rank,),
+                f"rank {rank}'s process was {state}{at_line(stack)}, neither running nor dead, and "
+                "the others waited",
+                tuple(consequences(evidence.dumps, [rank])),
+                (
+                    "continue it: kill -CONT",
+                    "find out what stopped it: SIGSTOP, a debugger, Ctrl-Z in a terminal, a frozen "
+                    "container",
+                ),
+                places=tuple(places_of(stack)[:1]),
+                time=trace.beat if trace is not None else 0,
+            )
+            return [finding]
+    return []
+
+
+def find_exit(evidence: Evidence) -> list[Finding]:
+    """Find a rank that ended itself with a code or a text, or by `os._exit`, before the others."""
+    dumps, found = evidence.dumps, []
+    for rank in dumps.world:
+        dump, exit_ = dumps.ranks.get(rank), dumps.exits.get(rank)
+        if evidence.primary.get(rank) or rank in dumps.crashes or (dump and dump.events):
+            continue
+        call = dump.exit if dump is not None and dump.reason == "exit" else None
+        code = exit_.code if exit_ is not None else call.code if call is not None else 0
+        if code < 0 or (code == 0 and (call is None or call.how != "os._exit")):
+            continue
+        when = evidence.ends_at(rank)
+        if exit_ is not None and when == NEVER:
+            when = exit_.time
+        if not _came_after(evidence, rank):
+            found.append((when, rank, code))
+    if not found or len(found) == len(dumps.world):
+        return []
+    when, rank, code = min(found)
+    return [replace(_exited(dumps, rank, code), time=when)]
+
+
+def _exited(dumps: Dumps, rank: int, code: int) -> Finding:
+    dump = dumps.ranks.get(rank)
+    call = dump.exit if dump is not None else None
+    lines = call.lines if call is not None else ()
+    how = f"ended with exit code {code}"
+    if call is not None:
+        how = f"called {call.how}{at_line(lines)} and ended with exit code {code}"
+        how += f", saying: {shortened(' '.join(call.text.split()), 300)}" if call.text else ""
+    elif dump is None:
+        how += " without a dump"
+    remedies: tuple[str, ...] = ("see why this rank takes this way out, and the others do not",)
+    if call is None:
+        remedies = ("see the end of its log: SystemExit was raised, or os._exit was called in C",)
+    return Finding(
+        Kind.DIED,
+        (rank,),
+        f"rank {rank}{on_host(dumps, [rank])} {how}, before the other ranks",
+        (f"rank {rank}: {last_call(dumps, rank, None)}", *consequences(dumps, [rank])),
+        remedies,
+        places=tuple(places_of(lines)[:1]),
+    )
+
+
+def find_gone(evidence: Evidence) -> list[Finding]:
+    """Find the one rank whose process had ended without a dump when the others failed."""
+    dumps, states = evidence.dumps, evidence.states
+    over = {rank for rank, state in states.items() if state in OVER}
+    over |= {rank for rank, exit_ in dumps.exits.items() if exit_.code and rank not in states}
+    over |= {rank for rank in dumps.exits if rank not in dumps.ranks}
+    gone = [
+        rank
+        for rank in sorted(over)
+        if not _ended_by_itself(dumps, rank)
+        and rank not in dumps.crashes
+        and not _came_after(evidence, rank)
+        and _last_seen(evidence, rank) < _first_end(dumps)
+    ]
+    if len(gone) != 1 or _late_before(evidence):
+        return []
+    return [replace(_killed(dumps, gone), time=evidence.ends_at(gone[0]))]
+
+
+def _last_seen(evidence: Evidence, rank: int) -> int:
+    trace = evidence.trace(rank)
+    seen = [dump.alive.get(rank, 0) for dump in evidence.dumps.ranks.values()]
+    return max([trace.beat if trace is not None else 0, *seen])
+
+
+def _first_end(dumps: Dumps) -> int:
+    """Return the time of the first failure in the dumps."""
+    last = [dump.events[-1] for dump in dumps.ranks.values() if dump.events]
+    uncaught = [event.time for event in last if event.kind == "uncaught"]
+    times = uncaught or [event.time for event in last]
+    return min(times, default=max((dump.taken for dump in dumps.ranks.values()), default=0) + 1)
+
+
+def _late_before(evidence: Evidence) -> bool:
+    """Return True if ranks had waited for a living rank for longer than a death goes unnoticed."""
+    for gap in evidence.gaps:
+        since = min(call.created for call in gap.calls.values())
+        for rank in gap.missing:
+            taken = evidence.dumps.ranks[rank].taken
+            if evidence.standing(rank) is None and taken - since > LONG_NS:
+                return True
+    return False
+
+
+def _ended_by_itself(dumps: Dumps, rank: int) -> bool:
+    """Return True if the process wrote a dump at its end, or recorded an error."""
+    dump = dumps.ranks.get(rank)
+    return dump is not None and (dump.reason == "exit" or bool(dump.events))
+
+
+def _killed(dumps: Dumps, ranks: Sequence[int]) -> Finding:
+    exit_ = dumps.exits.get(ranks[0])
+    how, remedies = _how_it_ended(exit_)
+    if len(ranks) > 1:
+        how = how.replace("was ", "were ", 1)
+    trace = dumps.traces.get(ranks[0])
+    stack: Sequence[Mapping[str, Any]] = trace.stack if trace is not None else ()
+    at = f"; shortly before, it was {innermost(stack)}" if innermost(stack) else ""
+    return Finding(
+        Kind.DIED,
+        tuple(ranks),
+        f"{list_ranks(ranks)}{on_host(dumps, ranks)} {how}{at}",
+        (
+            *(f"rank {rank}: {last_call(dumps, rank, None)}" for rank in ranks),
+            *consequences(dumps, ranks),
+        ),
+        remedies,
+        places=tuple(places_of(stack)[:1]),
+    )
+
+
+def _how_it_ended(exit_: Exit | None) -> tuple[str, tuple[str, ...]]:
+    out_of_memory = (
+        "raise the container's memory limit, or use less: a smaller batch, fewer workers"
+    )
+    look = "look for `Killed process` in the kernel's log (dmesg), and at the host's free memory"
+    if exit_ is None:
+        return "was killed or ended without a dump", (look,)
+    if exit_.code >= 0:
+        remedy = "see its log: os._exit was called, or it ended while Python was not running"
+        return f"ended with exit code {exit_.code} without a dump", (remedy,)
+    how = f"was ended by {_name_of(-exit_.code)}"
+    if exit_.oom_killed:
+        return f"{how}, by the kernel's out-of-memory killer", (out_of_memory,)
+    if exit_.code == -signal.SIGKILL:
+        sent = "find out whether a scheduler or a person sent SIGKILL"
+        return how, (look, sent)
+    number = -exit_.code
+    return how, (_BY_SIGNAL.get(number, "find out what sent this signal"),)
+
+
+def _name_of(number: int) -> str:
+    names: Mapping[int, str] = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")

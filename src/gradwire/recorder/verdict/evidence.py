@@ -1,0 +1,363 @@
+"""Facts that rules build on: where each rank stands, who failed first, and what explains an error.
+
+Nothing here decides on a cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from gradwire.recorder.processes import OVER
+from gradwire.recorder.verdict.dumps import Call, Dumps, Event, RankDump, Trace
+from gradwire.recorder.verdict.finding import is_users, last_call, name_call, name_place
+
+LONG_NS = 1_000_000_000
+"""Upper bound on noticing that a process has ended; a rank waited for longer was late before."""
+_BEATS_NS = 700_000_000  # a living process has written a beat in this time, on a busy machine
+_LATE_BEATS_NS = 2_000_000_000
+_SECONDARY = {  # errors caused by other ranks' failures
+    "BrokenGroupError",
+    "CheckedMismatchError",
+    "CollectiveTimeoutError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "KeyboardInterrupt",
+    "MismatchError",  # the recorded calls show more
+    "PeerFailedError",
+    "PeerLostError",
+    "SIGTERMException",
+}
+OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
+"""Calls that end once all ranks have made them, and that may be missing from the records."""
+_OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
+"""Methods that end an earlier call, which may be a message."""
+_STANDARD = ("/lib/python3", "<frozen ")
+_COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Collective in which some ranks wait and that other ranks have not called.
+
+    Attributes:
+        group, number: Group and number of the collective.
+        calls: Calls, by rank.
+        missing: Ranks that had not called it when they wrote their dumps.
+        silent: Ranks without a dump, or with an earlier one.
+    """
+
+    group: str
+    number: int
+    calls: Mapping[int, Call]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Call in which a rank waits, or waited until it failed.
+
+    Attributes:
+        op: Name of the operation; "" if unknown, such as for the wait of a handle.
+        filename, line: Line of the call.
+        words: Description of the call.
+        peer: Rank whose message it waits for; None for a call of a whole group.
+    """
+
+    op: str
+    filename: str
+    line: int
+    words: str
+    peer: int | None = None
+
+
+class Evidence:
+    """Facts of a directory of dumps.
+
+    Args:
+        dumps: Dumps; the last call of a rank that failed in it is marked as running.
+    """
+
+    def __init__(self, dumps: Dumps) -> None:
+        self.dumps = dumps
+        for rank, dump in dumps.ranks.items():
+            self._reopen_last(rank, dump)
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def _reopen_last(self, rank: int, dump: RankDump) -> None:
+        """Mark the call in which a rank failed as running.
+
+        Gloo's recorder does not distinguish failed calls from successful ones. A collective that a
+        rank has left for a later one was complete, and an error of Python code is no failed call.
+        """
+        last = max((of[-1] for of in dump.calls.values() if of), key=_created, default=None)
+        if last is None or last.ended:
+            return
+        if not any(_may_be_of_a_wait(event) and _is_at(event, last) for event in dump.events):
+            return
+        for other in self.dumps.ranks:
+            if other != rank and self._has_left(other, last):
+                return
+        dump.calls[last.group][-1] = replace(last, done=False)
+
+    def _has_left(self, rank: int, call: Call) -> bool:
+        """Return True if a rank went on after a collective, which a later one may not show alone.
+
+        Several async calls may be made in one line.
+        """
+        of = self.dumps.ranks[rank].calls.get(call.group, [])
+        if not of or of[-1].number <= call.number:
+            return False
+        same = [each for each in of if each.number == call.number]
+        since = of[-1].created - (same[0].created if same else 0)
+        return of[-1].place != call.place or since > LONG_NS // 2
+
+    @cached_property
+    def primary(self) -> dict[int, list[Event]]:
+        """Errors of each rank that no other rank's failure explains."""
+        return {
+            rank: [event for event in dump.events if self._is_primary(rank, event)]
+            for rank, dump in self.dumps.ranks.items()
+        }
+
+    def _is_primary(self, rank: int, event: Event) -> bool:
+        if not _SECONDARY.isdisjoint((event.type, *event.chain)):
+            return False
+        if event.own or event.raised or "RuntimeError" not in (event.type, *event.chain):
+            return not event.waited
+        # Gloo raises plain RuntimeErrors in C++, as operators, argument checks, and the comparison
+        # of models do: it is none of Gloo's if nothing had happened that Gloo would report
+        if event.waited and self.dumps.ranks[rank].pending:
+            return False
+        return not self.is_explained(rank, event)
+
+    def is_explained(self, rank: int, event: Event) -> bool:
+        """Return True if another rank failed or ended before, or if this one waited for long."""
+        for call in self.dumps.ranks[rank].pending:
+            if event.time - call.created > LONG_NS:
+                return True
+        for other in self.dumps.world:
+            if other == rank:
+                continue
+            seen = self.dumps.ranks.get(other)
+            if seen is not None and not self.dumps.same_clock([rank, other]):
+                return True
+            if seen is None and other not in self.dumps.traces:
+                return True  # nothing is known of it
+            if self.fails_at(other) < event.time or self.ends_at(other) < event.time:
+                return True
+        return False
+
+    def fails_at(self, rank: int) -> int:
+        """Return the time of a rank's first error; the end of time if it had none."""
+        dump = self.dumps.ranks.get(rank)
+        return min((event.time for event in dump.events), default=NEVER) if dump else NEVER
+
+    @cached_property
+    def first_failure(self) -> int:
+        """Time of the first error of any rank."""
+        return min((self.fails_at(rank) for rank in self.dumps.ranks), default=NEVER)
+
+    # -- processes -------------------------------------------------------------------------------
+
+    @cached_property
+    def states(self) -> dict[int, str]:
+        """Newest state of each process, as others have recorded it."""
+        states: dict[int, str] = {}
+        for dump in sorted(self.dumps.ranks.values(), key=lambda dump: dump.taken):
+            states |= dump.peers
+        for rank, found in self.dumps.kernel.items():
+            if str(found.get("state", "")).startswith("stopped"):
+                states[rank] = str(found["state"])
+        return states
+
+    def is_over(self, rank: int) -> bool:
+        """Return True if a rank's process is known to have ended."""
+        dump = self.dumps.ranks.get(rank)
+        return (
+            rank in self.dumps.exits
+            or rank in self.dumps.crashes
+            or self.states.get(rank) in OVER
+            or (dump is not None and dump.reason == "exit")
+        )
+
+    def ends_at(self, rank: int) -> int:
+        """Return the earliest time when a process may have ended; the end of time if it runs.
+
+        A process that was killed has ended after its last beat.
+        """
+        dump, trace = self.dumps.ranks.get(rank), self.trace(rank)
+        if dump is not None and dump.reason == "exit":
+            return dump.ended or dump.taken
+        if rank in self.dumps.crashes:
+            return self.dumps.crashes[rank].time
+        if not self.is_over(rank):
+            return NEVER
+        seen = max((d.alive.get(rank, 0) for d in self.dumps.ranks.values()), default=0)
+        taken = dump.taken if dump is not None else 0
+        return max(seen, taken, trace.beat if trace is not None else 0)
+
+    def trace(self, rank: int) -> Trace | None:
+        """Return a rank's ring file, if it is of the process that wrote the dump."""
+        trace, dump = self.dumps.traces.get(rank), self.dumps.ranks.get(rank)
+        if trace is not None and dump is not None and dump.pid not in (0, trace.pid):
+            return None
+        return trace
+
+    def stopped_beating(self, rank: int) -> int | None:
+        """Return when a process stopped running Python though it has not ended; None if it runs.
+
+        It is compared with the beats of others on this clock: the longest-living of them.
+        """
+        trace = self.trace(rank)
+        others = [self.trace(r) for r in self.dumps.world if r != rank]
+        newest = max([t.beat for t in others if t is not None and t.beat], default=0)
+        newest = max([newest, *(d.taken for d in self.dumps.ranks.values())])
+        if trace is None or not trace.beat or self.is_over(rank) or rank not in self.dumps.kernel:
+            return None
+        return trace.beat if newest - trace.beat > _BEATS_NS else None
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """First collective of each group that not all ranks have called, oldest first."""
+        gaps = []
+        for group, ranks in self.dumps.groups.items():
+            last = {
+                rank: dump.calls[group][-1].number if dump.calls.get(group) else 0
+                for rank, dump in self.dumps.ranks.items()
+                if rank in ranks
+            }
+            for number, calls in self.dumps.calls(group).items():
+                absent = [r for r in ranks if r not in calls and last.get(r, 0) < number]
+                if absent and any(not call.done for call in calls.values()):
+                    silent = tuple(r for r in absent if not self._was_written_since(r, calls))
+                    missing = tuple(r for r in absent if r not in silent)
+                    gaps.append(Gap(group, number, calls, missing, silent))
+                    break
+        return sorted(gaps, key=lambda gap: min(map(_created, gap.calls.values())))
+
+    def _was_written_since(self, rank: int, calls: Mapping[int, Call]) -> bool:
+        """Return True if a rank wrote its dump after others' calls, or at its end."""
+        dump = self.dumps.ranks.get(rank)
+        if dump is None or dump.reason == "exit":
+            return dump is not None
+        known = dump.taken and self.dumps.same_clock([rank, *calls])
+        return not known or dump.taken > min(map(_created, calls.values()))
+
+    def standing(self, rank: int) -> Standing | None:
+        """Return the call in which a rank waits for others; None if none, or if it is unknown."""
+        dump = self.dumps.ranks.get(rank)
+        if dump is None:
+            return _stands_in(self.dumps.stacks.get(rank, ()))
+        if dump.pending:
+            call = dump.pending[0]
+            return Standing(call.op, call.filename, call.line, f"in the {name_call(call)}")
+        for of, message in self.dumps.messages:
+            if of == rank and message["state"] != "completed" and message["op"] == "recv":
+                frame = message["frames"][0]
+                words = f"for a message from rank {message['peer']} {name_place(frame)}"
+                return Standing("recv", *_at(frame), words, int(message["peer"]))
+        failed = self._failed_in(rank, dump)
+        return failed or (None if dump.reason == "exit" else _stands_in(dump.stack))
+
+    def _failed_in(self, rank: int, dump: RankDump) -> Standing | None:
+        """Return the call in which a rank waited when its last error was raised."""
+        if not dump.events or dump.events[-1] in self.primary[rank]:
+            return None
+        event = dump.events[-1]
+        if was_interrupted(event) or not event.lines:
+            return None
+        return _standing("" if event.call in _OF_HANDLES else event.call, event.lines[0])
+
+    def is_victim(self, rank: int) -> bool:
+        """Return True if another rank's failure explains all errors of a rank."""
+        dump = self.dumps.ranks[rank]
+        if not dump.events or self.primary[rank]:
+            return False
+        interrupted = [
+            r for r, d in self.dumps.ranks.items() if d.events and was_interrupted(d.events[-1])
+        ]
+        return interrupted != [rank]  # an interrupt of all ranks hits them anywhere
+
+    def has_failed(self) -> bool:
+        """Return True if a rank had an error, ended with a code, or never came."""
+        codes = any(exit_.code for exit_ in self.dumps.exits.values())
+        return codes or bool(self.gaps) or any(d.events for d in self.dumps.ranks.values())
+
+    def makes_progress(self) -> bool:
+        """Return True if no rank has failed or ended, or has waited for more than a second."""
+        dumps = self.dumps
+        if any(d.events or d.reason == "exit" for d in dumps.ranks.values()) or dumps.crashes:
+            return False
+        if dumps.exits or dumps.kernel or any(map(self.is_over, dumps.world)):
+            return False
+        waits = [d.taken - call.created for d in dumps.ranks.values() for call in d.pending]
+        started = any(d.calls for d in dumps.ranks.values())
+        return started and max(waits, default=0) < LONG_NS
+
+    def where_ranks_are(self) -> tuple[str, ...]:
+        """Return a line about each rank's last call."""
+        return tuple(
+            f"rank {rank}: {last_call(self.dumps, rank, None)}" for rank in self.dumps.ranks
+        )
+
+
+NEVER = 1 << 63
+
+
+def waits_for_others(stack: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the innermost code of a stack communicates."""
+    for frame in stack:
+        filename = str(frame["filename"])
+        if is_users(frame):
+            return False
+        if "/site-packages/" in filename or not any(part in filename for part in _STANDARD):
+            return any(part in filename for part in _COMMUNICATION)
+    return False
+
+
+def was_interrupted(event: Event) -> bool:
+    """Return True if a rank was interrupted in its own code, not in a wait for others."""
+    return event.type == "KeyboardInterrupt" and not event.call and not event.waited
+
+
+def _may_be_of_a_wait(event: Event) -> bool:
+    types = {event.type, *event.chain}
+    return event.waited or "RuntimeError" in types or not _SECONDARY.isdisjoint(types)
+
+
+def _is_at(event: Event, call: Call) -> bool:
+    """Return True if an error may be that of a call: raised in its line, or by a handle."""
+    lines = [_at(line) for line in event.lines]
+    return not lines or event.call in _OF_HANDLES or call.place in lines
+
+
+def _stands_in(stack: Sequence[Mapping[str, Any]]) -> Standing | None:
+    if not waits_for_others(stack):
+        return None
+    called = ""
+    for frame in stack:
+        if is_users(frame):
+            return _standing(called, frame)
+        if any(part in str(frame["filename"]) for part in _COMMUNICATION):
+            called = str(frame["name"]) if frame["name"] != "wrapper" else called
+    return None
+
+
+def _standing(op: str, frame: Mapping[str, Any]) -> Standing:
+    return Standing(op, *_at(frame), f"in {op or 'a call'} {name_place(frame)}")
+
+
+def _at(frame: Mapping[str, Any]) -> tuple[str, int]:
+    return str(frame["filename"]), int(frame["line"])
+
+
+def _created(call: Call) -> int:
+    return call.created
