@@ -93,9 +93,8 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
         dist.all_gather_object(everyone, own, group=group)
-    values = [str(entries) for entries in everyone]  # the recorder shows who differs
     message = f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}"
-    error = MismatchError(message, values)
+    error = MismatchError(message, _first_differing(everyone))
     failed(error, group=group)
     raise error
 
@@ -241,12 +240,19 @@ def _column_sums(flat: Tensor) -> Tensor:
 
 
 def _first_difference(everyone: list[Description]) -> str:
-    absent = ("(nothing)", "ends before")
-    for entries in zip_longest(*everyone, fillvalue=absent):
-        if len({tuple(e) for e in entries}) > 1:
-            held = "; ".join(f"rank {r}: {name}: {what}" for r, (name, what) in enumerate(entries))
-            names = [{name for name, _ in rank} for rank in everyone]
-            only = sorted(set[str]().union(*names) - names[0].intersection(*names))
-            hint = f". Not on every rank: {', '.join(only)}" if only else ""
-            return f"first {held}{hint}"
-    return "in parameters that are equal by now"
+    values = _first_differing(everyone)
+    if not values:
+        return "in parameters that are equal by now"
+    held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+    names = [{name for name, _ in rank} for rank in everyone]
+    only = sorted(set[str]().union(*names) - names[0].intersection(*names))
+    hint = f". Not on every rank: {', '.join(only)}" if only else ""
+    return f"first {held}{hint}"
+
+
+def _first_differing(everyone: list[Description]) -> list[str]:
+    """Return what each rank has where they first differ; empty if they do not."""
+    for entries in zip_longest(*everyone, fillvalue=("(nothing)", "ends before")):
+        if len({tuple(entry) for entry in entries}) > 1:
+            return [f"{name}: {what}" for name, what in entries]
+    return []
