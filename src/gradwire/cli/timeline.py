@@ -68,10 +68,9 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
 
 
 def _show(console: Console, summary: Summary) -> None:
+    console.print(summary.verdict, style="bold")
+    console.print()
     console.print(_ranks(summary))
-    slowest = summary.waited_for
-    if slowest is not None:
-        console.print(f"\nThe others waited for [bold]rank {slowest.rank}[/] longest.")
     if summary.buckets:
         console.print()
         console.print(_buckets(summary))
@@ -81,17 +80,18 @@ def _show(console: Console, summary: Summary) -> None:
             "each rank keeps its first 200,000."
         )
     error = summary.clock_error_us
-    console.print(f"\nTimes in ms, medians per step. Clock error: {error:.3g} µs.", style="dim")
+    console.print(
+        f"\nTimes in ms: medians per step, and sums over the run. Clock error: {error:.3g} µs.",
+        style="dim",
+    )
 
 
 def _ranks(summary: Summary) -> Table:
-    table = _table(
-        "rank", "steps", "forward", "backward", "exposed", "waited", "waited for", "sent, MB"
-    )
+    from gradwire.recorder.trace.summary import HEADINGS, row_of
+
+    table = _table(*HEADINGS)
     for rank in summary.ranks:
-        times = (rank.forward, rank.backward, rank.exposed, rank.waited, rank.waited_for)
-        numbers = [f"{time:.2f}" for time in times]
-        table.add_row(str(rank.rank), str(rank.steps), *numbers, f"{rank.sent_mb:.2f}")
+        table.add_row(*row_of(rank))
     return table
 
 

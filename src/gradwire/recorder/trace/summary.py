@@ -10,10 +10,32 @@ from statistics import median
 from typing import Any
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.trace.chrome import BUCKETS, COLLECTIVES, STEPS, WAITS
+from gradwire.recorder.trace.chrome import BUCKETS, COLLECTIVES, STEPS
 
 _MAX_BYTES = 1 << 30
+_MORE_THAN_EQUAL = 1.5  # times an equal share
+HEADINGS = (
+    "rank",
+    "steps",
+    "forward",
+    "backward",
+    "exposed",
+    "waited (sum)",
+    "waited for (sum)",
+    "sent, MB",
+)
 Event = Mapping[str, Any]
+
+
+def row_of(rank: RankTimes) -> list[str]:
+    """Return a rank's row under `HEADINGS`."""
+    times = (rank.forward, rank.backward, rank.exposed, rank.waited, rank.waited_for)
+    return [
+        str(rank.rank),
+        str(rank.steps),
+        *(f"{time:.2f}" for time in times),
+        f"{rank.sent_mb:.2f}",
+    ]
 
 
 @dataclass(frozen=True)
@@ -25,8 +47,8 @@ class RankTimes:
         steps: Number of steps.
         forward, backward, exposed: Median times per step of forward, of backward, and of waiting
             for communication afterwards.
-        waited: Total time spent waiting for other ranks in collectives.
-        waited_for: Total time that other ranks spent waiting for this one.
+        waited: Sum of the times that it was in a collective before the last rank came.
+        waited_for: Sum of the times that all others were in collectives before this rank, the last.
         sent_mb: MB sent in collectives, or in buckets if collectives are not recorded.
     """
 
@@ -82,6 +104,23 @@ class Summary:
         slowest = max(self.ranks, key=lambda rank: rank.waited_for, default=None)
         return slowest if slowest is not None and slowest.waited_for > 0 else None
 
+    @property
+    def verdict(self) -> str:
+        """Who was waited for, in one sentence."""
+        slowest = self.waited_for
+        if slowest is None:
+            return "No rank was waited for, as far as the collectives show."
+        total = sum(rank.waited_for for rank in self.ranks)
+        if slowest.waited_for < _MORE_THAN_EQUAL * total / len(self.ranks):
+            return (
+                f"The ranks waited for each other about equally: {total:.0f} ms in all, "
+                f"{slowest.waited_for:.0f} ms of it for rank {slowest.rank}."
+            )
+        return (
+            f"The others waited for rank {slowest.rank} longest: {slowest.waited_for:.0f} ms of "
+            f"{total:.0f} ms, summed over ranks and collectives."
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can represent."""
         return asdict(self)
@@ -110,18 +149,41 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
     """Summarize a trace."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     errors = trace["otherData"]["clock error, us"].values()
-    ranks = tuple(_rank(rank, events) for rank in trace["otherData"]["ranks"])
+    waits = _waits(events)
+    ranks = tuple(_rank(rank, events, waits) for rank in trace["otherData"]["ranks"])
     left_out = trace["otherData"].get("records left out", 0)
     return Summary(ranks, _buckets(events), max(errors, default=0.0), left_out)
 
 
-def _rank(rank: int, events: Sequence[Event]) -> RankTimes:
+def _waits(events: Sequence[Event]) -> list[tuple[int, int, float]]:
+    """Return who waited for whom, and for how long (ms): in each collective, for the last rank.
+
+    A collective waits peer by peer, so that the first one is charged with the lateness of all.
+    Backends that do not record collectives record buckets, whose sending is their arrival.
+    """
+    arrivals: dict[tuple[Any, ...], dict[int, float]] = {}
+    for event in events:
+        args, rank = event["args"], event["pid"]
+        if event["tid"] == COLLECTIVES:
+            key = "collective", args.get("group"), event["name"], args["number"]
+            arrivals.setdefault(key, {})[rank] = event["ts"]
+        elif event["tid"] == BUCKETS and event["name"].endswith("in flight"):
+            arrivals.setdefault(("bucket", args["step"], args["bucket"]), {})[rank] = event["ts"]
+    kinds = {key[0] for key in arrivals}
+    found = []
+    for key, times in arrivals.items():
+        if len(times) > 1 and (key[0] == "collective" or len(kinds) == 1):
+            last = max(times, key=times.__getitem__)
+            found += [(r, last, (times[last] - at) / 1e3) for r, at in times.items() if r != last]
+    return found
+
+
+def _rank(rank: int, events: Sequence[Event], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
     own = [event for event in events if event["pid"] == rank]
     steps = {
         name: [e["dur"] / 1e3 for e in own if e["tid"] == STEPS and e["name"] == name]
         for name in ("forward", "backward", "exposed communication")
     }
-    waits = [event for event in events if event["tid"] == WAITS and "rank" in event["args"]]
     sent = sum(e["args"]["bytes"] for e in own if e["tid"] == COLLECTIVES)
     if not sent:
         flights = (e for e in own if e["tid"] == BUCKETS and e["name"].endswith("in flight"))
@@ -132,8 +194,8 @@ def _rank(rank: int, events: Sequence[Event]) -> RankTimes:
         _median(steps["forward"]),
         _median(steps["backward"]),
         _median(steps["exposed communication"]),
-        sum(e["dur"] for e in waits if e["pid"] == rank) / 1e3,
-        sum(e["dur"] for e in waits if e["args"]["rank"] == rank) / 1e3,
+        sum(time for waiting, _, time in waits if waiting == rank),
+        sum(time for _, last, time in waits if last == rank),
         sent / 1e6,
     )
 

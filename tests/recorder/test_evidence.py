@@ -1,0 +1,192 @@
+"""Evidence that does not depend on a rank's cooperation: ring file, stacks, the kernel's view."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire import recorder
+from gradwire.recorder import kernel
+from gradwire.recorder.exit_notes import ExitNotes
+from gradwire.recorder.ring_file import RingFile, read_ring
+from gradwire.recorder.verdict.reading import parse_stacks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+
+def fork(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def until(holds: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def end(pid: int) -> int:
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def here() -> tuple[object, int]:
+    frame = sys._getframe()
+    return frame.f_code, frame.f_lasti
+
+
+def test_ring_file_survives_sigkill(tmp_path):
+    def run():
+        file = RingFile(tmp_path / "ring-3")
+        for number in range(1, 601):
+            call = "0", "all_reduce", (number % 3,), "float32", None
+            place = file.begin(number, call, here(), time.perf_counter_ns())
+            if number < 600:
+                file.end(place, time.perf_counter_ns())
+        file.beat({"counts": {"0": 600}, "stack": []})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = time.time_ns()
+    pid = fork(run)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    found = read_ring(tmp_path / "ring-3")
+    assert found["pid"] == pid
+    assert found["state"]["counts"] == {"0": 600}
+    assert before < found["beat"] < time.time_ns()
+    assert [call["number"] for call in found["calls"]] == list(range(89, 601))
+    last, before_last = found["calls"][-1], found["calls"][-2]
+    assert (last["op"], last["group"], last["sizes"], last["end"]) == ("all_reduce", "0", "(0,)", 0)
+    assert last["line"]["name"] == "here"
+    assert before < before_last["begin"] <= before_last["end"] < time.time_ns()
+
+
+@pytest.mark.parametrize("content", [b"", b"gwring1\0", b"x" * 1000])
+def test_other_files_are_no_ring(tmp_path, content):
+    (tmp_path / "ring-0").write_bytes(content)
+    assert read_ring(tmp_path / "ring-0") is None
+    assert read_ring(tmp_path / "none") is None
+
+
+def test_stacks_of_a_process_whose_gil_is_held(tmp_path):
+    file = tmp_path / "stacks"
+
+    def hold_the_gil():
+        ctypes.PyDLL(None).sleep(60)
+
+    def run():
+        faulthandler.register(kernel.STACKS_SIGNAL, file.open("a"), all_threads=True)
+        (tmp_path / "ready").touch()
+        hold_the_gil()
+
+    pid = fork(run)
+    try:
+        until((tmp_path / "ready").exists)
+        until(lambda: "hold_the_gil" in kernel.ask_for_stacks(pid, file))
+    finally:
+        end(pid)
+
+
+def test_process_without_a_handler_gets_no_signal(tmp_path):
+    pid = fork(lambda: time.sleep(60))
+    try:
+        (tmp_path / "stacks").touch()
+        assert kernel.ask_for_stacks(pid, tmp_path / "stacks") == ""
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    finally:
+        end(pid)
+
+
+def test_child_that_writes_to_a_full_pipe():
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE
+    )
+    try:
+        until(lambda: kernel.describe(child.pid).get("full pipe"))
+        found = kernel.family(os.getpid(), None)["children"]
+        assert [each["full pipe"] for each in found if each["pid"] == child.pid] == [True]
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_holder_of_a_file_lock(tmp_path):
+    def run():
+        with (tmp_path / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        pid = fork(run)
+        try:
+            until(lambda: kernel.describe(pid).get("call") == "flock")
+            found = kernel.describe(pid)
+            assert found["holder"] == os.getpid()
+            assert found["file"] == str(tmp_path / "lock")
+        finally:
+            end(pid)
+
+
+def test_sigusr2_does_not_end_a_program_without_a_recorder():
+    assert recorder.ring is not None  # the package is imported
+
+    def run():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os._exit(7)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(run), 0)[1]) == 7
+
+
+def test_calls_of_exit_are_noted():
+    notes = ExitNotes(lambda: None)
+    theirs = sys.exit
+    notes.start()
+    try:
+        with pytest.raises(SystemExit, match="no config"):
+            sys.exit("no config")
+    finally:
+        notes.stop()
+    assert sys.exit is theirs
+    assert (notes.last["how"], notes.last["code"], notes.last["text"]) == (
+        "sys.exit",
+        1,
+        "no config",
+    )
+    assert Path(notes.last["lines"][0]["filename"]).name == Path(__file__).name
+
+
+REPORT = """Fatal Python error: Segmentation fault
+
+Thread 0x01 (most recent call first):
+  File "/lib/python3/threading.py", line 3 in wait
+
+Current thread 0x02 (most recent call first):
+  File "/home/me/train.py", line 7 in crash
+
+Thread 0x03 (most recent call first):
+  File "/home/me/train.py", line 9 in main
+"""
+
+
+def test_crashed_thread_is_the_current_one():
+    stacks = parse_stacks(REPORT)
+    assert [(current, frames[0]["line"]) for current, frames in stacks] == [
+        (False, 3),
+        (True, 7),
+        (False, 9),
+    ]

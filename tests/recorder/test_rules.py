@@ -1,0 +1,237 @@
+"""Rules of the verdict on synthetic records: whom they name, and whom they must not name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.recorder.verdict import Kind, explain
+from gradwire.recorder.verdict.rules import RULES
+
+SECOND = 1_000_000_000
+FILE = "/home/me/train.py"
+
+
+def call(number: int, at: float, *, line: int = 10, ended: float = 0, done: bool = True, size=4):
+    """Return a collective that began at a time in seconds."""
+    return {
+        "record_id": number,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "profiling_name": "gloo:all_reduce",
+        "op": "all_reduce",
+        "time_created_ns": int(at * SECOND),
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": int(ended * SECOND) or None,
+        "state": "completed" if done else "scheduled",
+        "input_sizes": [[size]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[size]],
+        "output_dtypes": ["Float"],
+        "retired": done,
+        "is_p2p": False,
+        "frames": [{"name": "step", "filename": FILE, "line": line}],
+    }
+
+
+def error(at: float, kind="RuntimeError", message="bad", *, line=10, **more: Any):
+    """Return an uncaught error at a time in seconds."""
+    lines = [{"name": "step", "filename": FILE, "line": line}]
+    fields = {"kind": "uncaught", "type": kind, "message": message, "parameters": ()}
+    return fields | {"time": int(at * SECOND), "lines": lines} | more
+
+
+class Run:
+    """Directory of dumps of a run of some ranks."""
+
+    def __init__(self, directory: Path, world: int) -> None:
+        self.directory, self.world = directory, world
+
+    def rank(self, rank: int, calls=(), events=(), *, taken: float = 20, **more: Any) -> None:
+        extra = {"rank": rank, "world_size": self.world, "wall_ns": 0, "reason": "exit"}
+        extra |= {"events": list(events), "taken_ns": int(taken * SECOND), "pid": 100 + rank}
+        extra |= {"clock": "one", "threads": {}, "peers": {}, "messages": []} | more
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(self.world)))}}
+        record = {"version": "2.10", "pg_config": config, "entries": list(calls)}
+        path = self.directory / f"rank_{rank}"
+        path.write_bytes(pickle.dumps(record | {"gradwire": extra}))
+
+    def start(self, rank: int, pid: int, **launch: str) -> None:
+        launch = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} | launch
+        found = {"rank": rank, "pid": pid, "started": pid, "host": "me", "namespace": ""}
+        (self.directory / f"start-me-{pid}.json").write_text(json.dumps(found | {"launch": launch}))
+
+    def exits(self, **codes: int) -> None:
+        found = {rank[1:]: {"code": code, "time": 0} for rank, code in codes.items()}
+        (self.directory / "exits-0.json").write_text(json.dumps(found))
+
+    def verdict(self):
+        return explain(self.directory).findings[0]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return lambda world: Run(tmp_path, world)
+
+
+STEPS = [call(n, n) for n in range(1, 4)]
+LAST = call(4, 4, done=False)
+
+
+def test_table():
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    assert {name for rule in RULES for name in rule.unless} <= set(names)
+    assert all(rule.needs and rule.confidence and rule.role for rule in RULES)
+
+
+def test_minority_with_one_call_more_is_named(run):
+    run = run(3)
+    run.rank(0, STEPS, taken=3.1)
+    run.rank(1, [*STEPS, LAST], [error(4.1, waited=True)])
+    run.rank(2, STEPS, taken=3.1)
+    found = run.verdict()
+    assert (found.ranks, found.kind) == ((1,), Kind.MISMATCH)
+    assert "one more call" in found.summary
+    assert len(found.remedies) <= 3
+
+
+def test_of_two_ranks_none_is_named(run):
+    run = run(2)
+    run.rank(0, STEPS, taken=3.1)
+    run.rank(1, [*STEPS, LAST], [error(4.1, waited=True)])
+    found = run.verdict()
+    assert (found.ranks, found.confidence) == ((), "unclear")
+    assert "rank 0 3 times, on rank 1 4 times" in found.details[0]
+
+
+def test_minority_that_ended_early_is_named(run):
+    run = run(3)
+    run.rank(0, [*STEPS, LAST], [error(4.1, waited=True)])
+    run.rank(1, STEPS, taken=3.1)
+    run.rank(2, [*STEPS, LAST], [error(4.2, waited=True)])
+    assert (run.verdict().kind, run.verdict().ranks) == (Kind.FINISHED, (1,))
+
+
+def test_error_of_all_ranks_names_none(run):
+    """A NaN of one rank comes to all of them."""
+    run = run(3)
+    for rank in range(3):
+        failed = error(4 + rank / 100, "FloatingPointError", "not finite", raised=True)
+        run.rank(rank, STEPS, [failed])
+    assert run.verdict().ranks == ()
+
+
+def test_error_in_c_of_a_rank_that_did_not_wait_is_its_own(run):
+    """As an operator's in backward, in the line of an earlier collective that has ended."""
+    run = run(3)
+    run.rank(0, [*STEPS, LAST], [error(6, waited=True)], taken=6)
+    run.rank(1, STEPS, [error(3.5, message="shape")], taken=3.6)
+    run.rank(2, [*STEPS, LAST], [error(6.1, waited=True)], taken=6.2)
+    assert (run.verdict().kind, run.verdict().ranks) == (Kind.ERROR, (1,))
+
+
+def test_error_in_c_after_another_ranks_end_is_no_cause(run):
+    run = run(3)
+    run.rank(0, [*STEPS, LAST], [error(4.5)], taken=5)
+    run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND))
+    run.rank(2, [*STEPS, LAST], [error(4.6)], taken=5)
+    assert run.verdict().ranks == (1,)
+
+
+def test_finished_collective_is_not_reopened_by_an_error_of_python(run):
+    run = run(2)
+    run.rank(0, STEPS, [error(3.5, "ValueError", raised=True)], taken=4)
+    run.rank(1, [*STEPS, LAST], [error(5, waited=True)], taken=6)
+    assert (run.verdict().kind, run.verdict().ranks) == (Kind.ERROR, (0,))
+
+
+def test_late_rank_is_found_by_the_times_of_calls(run):
+    run = run(3)
+    for rank, at in ((0, 4), (1, 12), (2, 4)):
+        failing = call(4, at, done=False)
+        run.rank(rank, [*STEPS, failing], [error(12.1 if rank == 1 else 9, waited=True)])
+    found = run.verdict()
+    assert (found.kind, found.ranks) == (Kind.MISSING, (1,))
+    assert "8.0 s after ranks 0 and 2" in found.summary
+
+
+@pytest.mark.parametrize("code", [3, 1])
+def test_exit_with_a_code_names_line_and_text(run, code):
+    run = run(2)
+    lines = [{"name": "main", "filename": FILE, "line": 33}]
+    exit_ = {"how": "sys.exit", "code": code, "text": "no data", "time": 35, "lines": lines}
+    run.rank(0, [*STEPS, LAST], [error(4.5, waited=True)], taken=5)
+    run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND), exit=exit_)
+    run.exits(r1=code)
+    found = run.verdict()
+    assert (found.ranks, found.places) == ((1,), (f"{FILE}:33",))
+    assert "called sys.exit at train.py:33" in found.summary
+    assert "no data" in found.summary
+
+
+def test_handle_that_nothing_waited_for(run):
+    run = run(2)
+    run.rank(0, [*STEPS, LAST], taken=4.1, ended_ns=int(4.05 * SECOND))
+    lost = error(4.2, "PeerLostError", waited=True)
+    run.rank(1, [*STEPS, LAST | {"time_discovered_completed_ns": 5 * SECOND}], [lost])
+    assert (run.verdict().rule, run.verdict().ranks) == ("left", (0,))
+
+
+def test_same_rank_twice(run):
+    run = run(3)
+    for rank, pid in ((0, 10), (0, 11), (2, 12)):
+        run.start(rank, pid)
+    run.rank(0, (), [error(5, "DistNetworkError")])
+    found = run.verdict()
+    assert (found.rule, found.ranks) == ("same rank", (0,))
+    assert "no process has RANK 1" in found.summary
+
+
+def test_rank_that_was_never_started(run):
+    run = run(3)
+    for rank in (0, 2):
+        run.start(rank, 10 + rank)
+        run.rank(rank, (), [error(5, "DistNetworkError")])
+    assert (run.verdict().rule, run.verdict().ranks) == ("never started", (1,))
+
+
+def test_absent_ranks_of_other_hosts_are_not_named(run):
+    run = run(3)
+    for rank in (0, 2):
+        run.start(rank, 10 + rank, MASTER_ADDR="10.0.0.1")
+        run.rank(rank, (), [error(5, "DistNetworkError")])
+    assert run.verdict().ranks == ()
+
+
+def test_other_port(run):
+    run = run(3)
+    for rank in range(3):
+        run.start(rank, 10 + rank, MASTER_PORT="29501" if rank == 1 else "29500")
+        run.rank(rank, (), [error(5 + rank, "DistNetworkError")])
+    found = run.verdict()
+    assert (found.rule, found.ranks) == ("other address", (1,))
+    assert "MASTER_PORT=29501" in found.summary
+
+
+def test_pause_of_a_run_without_failure(run):
+    run = run(2)
+    late = [call(n, n / 100 + (4 if n > 4 else 0)) for n in range(1, 9)]
+    ahead = [call(n, n / 100 + (4 if n > 5 else 0)) for n in range(1, 9)]
+    run.rank(0, ahead, pauses=[])
+    run.rank(1, late, pauses=[(0, 3 * SECOND)])
+    found = run.verdict()
+    assert (found.kind, found.ranks) == (Kind.SLOW_RANK, (1,))
+    assert "garbage collection took 3 s" in found.summary
+
+
+def test_short_delays_name_no_rank(run):
+    run = run(2)
+    run.rank(0, [call(n, n / 100) for n in range(1, 9)])
+    run.rank(1, [call(n, n / 100 + 0.005) for n in range(1, 9)])
+    assert run.verdict().kind == Kind.NOTHING
