@@ -235,3 +235,14 @@ def test_short_delays_name_no_rank(run):
     run.rank(0, [call(n, n / 100) for n in range(1, 9)])
     run.rank(1, [call(n, n / 100 + 0.005) for n in range(1, 9)])
     assert run.verdict().kind == Kind.NOTHING
+
+
+def test_first_rank_that_was_not_finite(run):
+    run = run(2)
+    for rank, at in ((0, 4), (1, 3)):
+        noted = {"what": "the gradients", "step": at, "parameters": ["a.weight"], "lines": []}
+        failed = error(5, "FloatingPointError", "not finite", raised=True)
+        run.rank(rank, STEPS, [failed], not_finite=[noted | {"time": at * SECOND}])
+    found = run.verdict()
+    assert (found.kind, found.ranks) == (Kind.NOT_FINITE, (1,))
+    assert "in step 3: a.weight" in found.summary

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.recorder import finite
 from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.exit_notes import ExitNotes
@@ -166,6 +167,7 @@ class BlackBox:
             "rank": rank,
             "exit": self._exits.last,
             "ended_ns": self._ended_ns,
+            "not_finite": list(finite.found),
             "kernel": kernel,
             "launch": Process.this(rank).launch,
             "pauses": list(files.pauses) if files else [],

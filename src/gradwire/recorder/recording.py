@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire.recorder import finite
 from gradwire.recorder.groups import RecordedGroup, reference_to
 from gradwire.recorder.lines import caller
 from gradwire.recorder.ring_file import RingFile
@@ -138,6 +139,8 @@ class Ring:
         """Record a collective that is being enqueued."""
         if not self.on:
             return None
+        if finite.on:
+            finite.check_inputs(op, inputs)
         first = inputs or outputs
         entry = [
             group,
@@ -231,6 +234,11 @@ class Ring:
         if self.listener is not None:
             self.listener(bucket)
         return bucket
+
+    def check_bucket(self, bucket: BucketRecord, parameters: Sequence[Tensor]) -> None:
+        """Note gradients of a bucket that are not finite, if that is checked."""
+        if finite.on:
+            finite.check_gradients(bucket.step, bucket.names, parameters)
 
     def add_step(self, step: int, forward: int, backward: int, computed: int, reduced: int) -> None:
         """Record the times of a reduced backward pass, as in `StepRecord`."""

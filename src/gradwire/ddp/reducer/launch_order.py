@@ -124,6 +124,7 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
             before = 0 if record is None else backward.domain.log.position()
             if record is not None:
                 record.packed = perf_counter_ns()
+                ring.check_bucket(record, bucket.parameters)
             _in_range("send", partial(launch_filled, backward, is_last=is_last), bucket)
             part(joined)
             if record is not None:

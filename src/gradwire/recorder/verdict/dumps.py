@@ -174,6 +174,7 @@ class RankDump:
         silences: Times in which no Python ran: begin, end, and CPU time used, in ns.
         host, pid: Process that wrote it.
         ended: Time when its exit handlers ran; 0 if they have not.
+        not_finite: Tensors with NaN or infinity that it was about to send, if that was checked.
     """
 
     rank: int
@@ -192,6 +193,7 @@ class RankDump:
     host: str = ""
     pid: int = 0
     ended: int = 0
+    not_finite: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def pending(self) -> list[Call]:

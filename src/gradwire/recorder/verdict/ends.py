@@ -174,6 +174,34 @@ def _either(dumps: Dumps, ranks: Sequence[int], when: int) -> Finding:
     )
 
 
+def find_not_finite(evidence: Evidence) -> list[Finding]:
+    """Find the rank that was first about to send a NaN or infinity, if that was checked."""
+    dumps = evidence.dumps
+    noted = {rank: dump.not_finite[0] for rank, dump in dumps.ranks.items() if dump.not_finite}
+    if not noted or not dumps.same_clock(noted):
+        return []
+    rank, first = min(noted.items(), key=lambda item: int(item[1]["time"]))
+    at_step = f" in step {first['step']}" if first["step"] is not None else ""
+    names = tuple(map(str, first["parameters"]))
+    shown = f": {', '.join(names[:3])}{', …' if names[3:] else ''}" if names else ""
+    return [
+        Finding(
+            Kind.NOT_FINITE,
+            (rank,),
+            f"rank {rank} was the first with NaN or infinity, in {first['what']}{at_step}{shown}"
+            f"{at_line(first['lines'])}",
+            tuple(consequences(dumps, [rank])),
+            (
+                "look at this rank's batch of that step, and at its loss",
+                "leave the step out on all ranks: skip_if_any of DistributedDataParallel",
+            ),
+            places=tuple(places_of(first["lines"])[:1]),
+            parameters=names,
+            time=int(first["time"]),
+        )
+    ]
+
+
 def find_interrupted(evidence: Evidence) -> list[Finding]:
     """Find the one rank that KeyboardInterrupt ended."""
     dumps = evidence.dumps

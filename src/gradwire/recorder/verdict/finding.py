@@ -21,6 +21,7 @@ class Kind:
     MISMATCH = "mismatch"
     MISSING = "missing"
     NOTHING = "nothing"
+    NOT_FINITE = "not finite"
     SKIPPED = "skipped"
     SLOW_RANK = "slow rank"
     SLOW_TRANSFER = "slow transfer"

@@ -191,6 +191,7 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
         _text(extra.get("host", "")),
         int(extra.get("pid", 0)),
         int(extra.get("ended_ns", 0)),
+        [dict(each) for each in extra.get("not_finite", ())],
     )
 
 

@@ -67,6 +67,14 @@ RULES = (
         ends.find_interrupted,
     ),
     Rule(
+        "not finite",
+        CAUSE,
+        "a tensor with NaN or infinity that was about to be sent, if that was checked",
+        (),
+        CERTAIN,
+        ends.find_not_finite,
+    ),
+    Rule(
         "other call",
         CAUSE,
         "a collective of one number that differs between ranks",
