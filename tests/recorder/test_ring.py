@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -317,9 +318,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert second["reason"] == "request"
     main = [frame for frame in second["threads"]["MainThread"] if frame["filename"] == "<string>"]
     assert main
-    files = {path.name for path in (tmp_path / "dumps").iterdir()}
-    processes = {"process-0.json", "process-1.json", "crash-1.txt"}  # rank 1 could not remove it
-    assert files == {"rank_0", "rank_1", "request", *processes}
+    files = {re.sub("-[^-]+-[0-9]+[.]", ".", p.name) for p in (tmp_path / "dumps").iterdir()}
+    of_each = {f"{kind}{rank}" for kind in ("rank_", "ring-") for rank in (0, 1)}
+    of_each |= {"process-0.json", "process-1.json", "start.json", "request", "first_0"}
+    of_rank_1 = {"crash-1.txt", "stacks-1.txt"}  # it could not remove them
+    assert files == of_each | of_rank_1
     assert json.loads((tmp_path / "dumps" / "process-1.json").read_text())["rank"] == 1
 
 

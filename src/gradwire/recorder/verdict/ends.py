@@ -376,10 +376,23 @@ def find_exit(evidence: Evidence) -> list[Finding]:
             when = exit_.time
         if not _came_after(evidence, rank):
             found.append((when, rank, code))
-    if not found or len(found) == len(dumps.world):
+    if not found:
         return []
     when, rank, code = min(found)
+    if len(found) == len(dumps.world) > 1:
+        return [_all_exited(code, when)]
     return [replace(_exited(dumps, rank, code), time=when)]
+
+
+def _all_exited(code: int, when: int) -> Finding:
+    return Finding(
+        Kind.DIED,
+        (),
+        f"all ranks ended themselves, the first with exit code {code}, and none had an error",
+        remedies=("see the end of their logs",),
+        time=when,
+        confidence=UNCLEAR,
+    )
 
 
 def _exited(dumps: Dumps, rank: int, code: int) -> Finding:

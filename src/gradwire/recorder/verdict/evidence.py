@@ -149,7 +149,7 @@ class Evidence:
                 return True
             if seen is None and other not in self.dumps.traces:
                 return True  # nothing is known of it
-            if self.fails_at(other) < event.time or self.ends_at(other) < event.time:
+            if min(self.fails_at(other), self.ends_at(other)) <= event.time:
                 return True
         return False
 

@@ -227,7 +227,7 @@ def find_failures(evidence: Evidence) -> list[Finding]:
     return [*known, unclear] if unclear else known
 
 
-_SAYS = (Kind.ERROR, Kind.MISMATCH, Kind.START)
+_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.START)
 """Kinds that are a verdict without naming a rank."""
 
 
@@ -246,14 +246,15 @@ def find_unclear(evidence: Evidence) -> Finding | None:
     stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in stands)
     if not evidence.has_failed() and not stuck:
         return None
+    differences = _differences(evidence)
     what = f"{list_ranks(failed)} failed" if failed else "the ranks are stuck"
     places = [
         place for rank in failed for place in places_of(dumps.ranks[rank].events[-1].lines)[:1]
     ]
     return Finding(
-        Kind.UNCLEAR,
+        Kind.MISMATCH if differences else Kind.UNCLEAR,
         (),
-        f"{what}, and the recorded data does not show which rank caused it{_differences(evidence)}",
+        differences or f"{what}, and the recorded data does not show which rank caused it",
         _where_all_were(evidence, failed),
         (
             "look at the first error in the ranks' logs",
@@ -291,4 +292,4 @@ def _differences(evidence: Evidence) -> str:
     last = [dump.events[-1] for dump in evidence.dumps.ranks.values() if dump.events]
     if not last or any(event.type != "MismatchError" for event in last):
         return ""
-    return ": " + shortened(" ".join(last[0].message.split()), 600)
+    return shortened(" ".join(last[0].message.split()), 600)

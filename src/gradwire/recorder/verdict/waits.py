@@ -10,6 +10,7 @@ from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
 from gradwire.recorder.verdict.evidence import (
     LONG_NS,
+    NEVER,
     OF_WHOLE_GROUPS,
     Evidence,
     Gap,
@@ -36,7 +37,7 @@ from gradwire.recorder.verdict.finding import (
 _Wait = tuple[str, str, tuple[int, ...]]
 """Wait of a rank: group name ("" for a message or lock), description, ranks that it waits for."""
 _LOADING = "/torch/utils/data/"
-_MESSAGES = {"recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list"}
+_RECEIVES = {"recv", "irecv", "recv_object_list"}
 
 
 # -- ranks that wait for each other --------------------------------------------------------------
@@ -118,8 +119,11 @@ def _all_receive(evidence: Evidence) -> list[Finding]:
     stands = {rank: evidence.standing(rank) for rank in evidence.dumps.ranks}
     if len(stands) < len(evidence.dumps.world) or len(stands) < 2 or evidence.gaps:
         return []
-    if not all(at is not None and at.op in _MESSAGES for at in stands.values()):
+    if not all(at is not None and at.op in _RECEIVES for at in stands.values()):
         return []
+    failed = [time for rank in stands if (time := evidence.fails_at(rank)) < NEVER]
+    if failed and max(failed) - min(failed) > LONG_NS:
+        return []  # the last one came late
     known = [at for at in stands.values() if at is not None]
     lines = sorted(
         {name_place({"filename": a.filename, "line": a.line, "name": a.op}) for a in known}
