@@ -284,7 +284,7 @@ class BlackBox:
                 self._announce()
                 self._write_start()
                 if self._files is not None and not self._ended:
-                    self._files.beat()
+                    _at_last(self._files.beat)
                 if signal.SIGUSR2 in signals:
                     self.write("SIGUSR2")
                     self.request_all(f"SIGUSR2 on rank {this_rank()}")

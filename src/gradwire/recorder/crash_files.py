@@ -1,6 +1,7 @@
 """Files that outlive any end of a process: the ring, crashes in C, and stacks on request.
 
-They are named after the process first, and after its rank once that is known.
+The report of crashes is named after the process until its rank is known, and the others do not
+exist before: child processes of a rank, which inherit its environment, leave none.
 """
 
 from __future__ import annotations
@@ -48,34 +49,36 @@ class CrashFiles:
         self.pauses: list[tuple[int, int]] = []
         self._last_beat = (0, 0)
         self._collecting = 0
-        self._file = RingFile(self._path(RING))
+        self._file: RingFile | None = None
         self.stacks: Path | None = None
 
     def start(self) -> None:
-        """Enable faulthandler, unless it is enabled, and write calls to the ring file."""
-        ring.file = self._file
+        """Enable faulthandler for crashes, unless it is enabled, and note garbage collections."""
         gc.callbacks.append(self._on_collection)
         if not faulthandler.is_enabled():
             # Gloo aborts a process that receives a message of an unexpected size
             self._crashes = self._path(CRASH).open("w")
             faulthandler.enable(self._crashes)
-        if STACKS_SIGNAL is not None and threading.current_thread() is threading.main_thread():
-            self.stacks = self._path(STACKS)
-            self._stacks = self.stacks.open("a")
-            faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def announce(self, rank: int) -> None:
-        """Name the files after the rank."""
+        """Create the files of a rank, or name them after its new rank."""
         old, self._name = [self._path(kind) for kind in (RING, CRASH, STACKS)], str(rank)
         new = [self._path(kind) for kind in (RING, CRASH, STACKS)]
         for before, after in zip(old, new, strict=True):
             with contextlib.suppress(FileNotFoundError):
                 before.replace(after)
-        if self.stacks is not None:
+        if self._file is None:
+            self._file = ring.file = RingFile(self._path(RING))
+        if STACKS_SIGNAL is not None:
             self.stacks = self._path(STACKS)
+            if self._stacks is None:
+                self._stacks = self.stacks.open("w")
+                faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def beat(self) -> None:
         """Write that Python runs, the counts of groups, and the main thread's line."""
+        if self._file is None:
+            return
         now, cpu = time.time_ns(), time.process_time_ns()
         since, used = self._last_beat
         if since and now - since > _SILENT_NS and len(self.silences) < _MOST:
@@ -109,8 +112,9 @@ class CrashFiles:
             faulthandler.unregister(STACKS_SIGNAL)
             self._stacks.close()
         self.forget_crash()
-        self._file.close()
-        self._path(RING).unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.close()
+            self._path(RING).unlink(missing_ok=True)
 
     def _path(self, kind: str) -> Path:
         return self._directory / kind.format(self._name)
