@@ -101,7 +101,15 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 
 class PeerFailedError(DistributedError):
-    """Another rank reported an error; this message contains its own."""
+    """Another rank reported an error; this message contains its own.
+
+    Attributes:
+        ranks: Ranks in the group that reported an error; empty where that is not known.
+    """
+
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class HookError(DistributedError):

@@ -290,7 +290,8 @@ class BlackBox:
                     self.request_all(f"SIGUSR2 on rank {this_rank()}")
                 elif (changed := modified(self._request)) > self._seen:
                     self._seen, self._asked = changed, time.monotonic()
-                    self.write("request")
+                    first, self._has_first = not self._has_first, True
+                    self.write("request", first=first)
                 elif self._asked and time.monotonic() > self._asked + _SILENT_SECONDS:
                     self._asked = 0.0
                     ask_silent_ranks(self.directory, self._seen, self.prefix)

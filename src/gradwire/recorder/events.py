@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gradwire.errors import GradwireError, MismatchError
+from gradwire.errors import GradwireError, MismatchError, PeerFailedError
 from gradwire.recorder.groups import GroupInfo, info_of
 from gradwire.recorder.lines import Line, Location, call_stack, read_stack
 from gradwire.recorder.origins import (
@@ -44,6 +44,7 @@ class Event:
         call: Function of torch.distributed that the user's line called; "" if none.
         values: Value of each rank, by rank, if ranks disagree.
         own: True if the error was raised by code that never waits for other ranks.
+        reported: Ranks that reported an error to this one, if the error says so.
         raised: True if a `raise` statement of Python raised the error, and each of its chain.
     """
 
@@ -59,10 +60,12 @@ class Event:
     values: dict[int, str] = field(default_factory=dict)
     own: bool = False
     raised: bool = False
+    reported: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of plain containers and scalars."""
-        return dict(vars(self), parameters=list(self.parameters))
+        lists = {name: list(getattr(self, name)) for name in ("parameters", "reported")}
+        return dict(vars(self), **lists)
 
 
 events: deque[Event] = deque(maxlen=_KEPT)
@@ -110,6 +113,7 @@ def failed(
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
         came_from_loading(error),
         all(map(raised_in_python, [error, *chain])),
+        _reported(error, info_of(group)),
     )
     events.append(event)
     for listener in on_failure:
@@ -121,6 +125,13 @@ def _message(error: BaseException) -> str:
         return str(error)[:4000]
     except Exception as other:
         return f"(str() of this error raised {type(other).__name__})"
+
+
+def _reported(error: BaseException, info: GroupInfo | None) -> tuple[int, ...]:
+    """Return the global ranks that reported an error, which the others then raise."""
+    if not isinstance(error, PeerFailedError) or info is None:
+        return ()
+    return tuple(info.ranks[rank] for rank in error.ranks if rank < len(info.ranks))
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:

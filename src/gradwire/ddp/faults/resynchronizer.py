@@ -228,9 +228,10 @@ class Resynchronizer:
         elif done.own is None:
             errors = "; ".join(f"rank {rank}: {text}" for rank, text in done.failures.items())
             self.deferred = PeerFailedError(
-                f"gradients were not reduced, because of an error elsewhere. {errors}"
+                f"gradients were not reduced, because of an error elsewhere. {errors}",
+                done.failures,
             )
-            failed(self.deferred)
+            failed(self.deferred, group=self._group())
 
     def hear_of_loss(self) -> None:
         """Break the group if another rank has reported that it failed."""

@@ -10,11 +10,13 @@ from typing import Any
 
 from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps
-from gradwire.recorder.verdict.evidence import Evidence
+from gradwire.recorder.verdict.evidence import LONG_NS, Evidence
 from gradwire.recorder.verdict.finding import (
+    UNCLEAR,
     Finding,
     Kind,
     is_users,
+    last_of,
     list_ranks,
     name_call,
     places_of,
@@ -59,7 +61,7 @@ def find_disagreement(evidence: Evidence) -> list[Finding]:
         if event.values
     ]
     if not found:
-        return []
+        return _all_raised(evidence)
     when, event = min(found, key=lambda each: each[0])
     counts = Counter(event.values.values()).most_common()
     common, times = counts[0]
@@ -71,6 +73,37 @@ def find_disagreement(evidence: Evidence) -> list[Finding]:
     places = tuple(places_of(event.lines)[:1])
     remedies = ("pass the same on all ranks",)
     return [Finding(Kind.MISMATCH, ranks, summary, remedies=remedies, places=places, time=when)]
+
+
+def _all_raised(evidence: Evidence) -> list[Finding]:
+    """Find that C++ code raised on all ranks in one line, as when it compares their models."""
+    dumps = evidence.dumps
+    firsts = [dump.events[0] for dump in dumps.ranks.values() if dump.events]
+    alike = {(e.type, e.call, str(e.lines[:1])) for e in firsts}
+    event = min(firsts, key=lambda each: each.time, default=None)
+    if event is None or len(firsts) < max(2, len(dumps.world)) or len(alike) > 1:
+        return []
+    late = max(e.time for e in firsts) - event.time > LONG_NS
+    waited = any(
+        event.time - call.created > LONG_NS
+        for dump in dumps.ranks.values()
+        for call in dump.pending
+    )
+    ended = any(evidence.ends_at(rank) < event.time for rank in dumps.world)
+    if late or waited or ended or event.call or not event.waited or event.type != "RuntimeError":
+        return []
+    return [
+        Finding(
+            Kind.MISMATCH,
+            (),
+            "all ranks failed in one line when they compared what they have: "
+            + " ".join(event.message.split()),
+            remedies=("print the model and the configuration on all ranks before this line",),
+            places=tuple(places_of(event.lines)[:1]),
+            time=event.time,
+            confidence=UNCLEAR,
+        )
+    ]
 
 
 def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
@@ -132,6 +165,11 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
     others = [rank for rank in calls if rank not in culprits]
     mine, theirs = calls[culprits[0]], calls[others[0]]
     details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
+    details += [
+        f"rank {rank} got {last_of(dumps.ranks[rank])}"
+        for rank in culprits
+        if rank in dumps.ranks and dumps.ranks[rank].events
+    ]
     common: dict[str, Any] = {
         "op": theirs.op,
         "group": theirs.group,

@@ -85,6 +85,7 @@ class Event:
     values: Mapping[int, str] = field(default_factory=dict)
     own: bool = False
     raised: bool = False
+    reported: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,35 @@ def _either(dumps: Dumps, ranks: Sequence[int], when: int) -> Finding:
     )
 
 
+def find_reported(evidence: Evidence) -> list[Finding]:
+    """Find ranks that told the others of an error of theirs, which they may have swallowed."""
+    told = [
+        (event.time, event)
+        for dump in evidence.dumps.ranks.values()
+        for event in dump.events
+        if event.reported
+    ]
+    if not told:
+        return []
+    when, event = min(told, key=lambda each: each[0])
+    ranks = tuple(sorted(event.reported))
+    message = shortened(" ".join(event.message.split()), 600)
+    return [
+        Finding(
+            Kind.ERROR,
+            ranks,
+            f"{list_ranks(ranks)} had an error in backward, told the others and went on: {message}",
+            tuple(consequences(evidence.dumps, ranks)),
+            (
+                "look for a `try` around backward() that swallows the error, and print it there",
+                "leave the step out on all ranks: skip_if_any of DistributedDataParallel",
+            ),
+            places=tuple(places_of(event.lines)[:1]),
+            time=when,
+        )
+    ]
+
+
 def find_not_finite(evidence: Evidence) -> list[Finding]:
     """Find the rank that was first about to send a NaN or infinity, if that was checked."""
     dumps = evidence.dumps
@@ -318,7 +347,9 @@ def find_killed(evidence: Evidence) -> list[Finding]:
         and rank not in dumps.crashes
         and not (rank in dumps.ranks and dumps.ranks[rank].events)
     }
-    killed = {rank: exit_ for rank, exit_ in killed.items() if not _came_after(evidence, rank)}
+    killed = {
+        rank: exit_ for rank, exit_ in killed.items() if not _came_after(evidence, rank, LONG_NS)
+    }
     if -signal.SIGKILL in {exit_.code for exit_ in killed.values()}:
         killed = {r: e for r, e in killed.items() if e.code == -signal.SIGKILL}
     if not killed or (len(killed) == len(dumps.world) > 1):
@@ -327,13 +358,17 @@ def find_killed(evidence: Evidence) -> list[Finding]:
     return [replace(_killed(dumps, ranks), time=min(evidence.ends_at(r) for r in ranks))]
 
 
-def _came_after(evidence: Evidence, rank: int) -> bool:
-    """Return True if a rank still ran when another one had failed: it was ended for that."""
+def _came_after(evidence: Evidence, rank: int, slack: int = LONG_NS // 10) -> bool:
+    """Return True if a rank still ran when another one had failed: it was ended for that.
+
+    A dying process closes its connections before its state changes. The launcher notes exits before
+    it ends ranks, so that more slack is allowed there.
+    """
     failed = min((evidence.fails_at(r) for r in evidence.dumps.ranks if r != rank), default=NEVER)
     dump = evidence.dumps.ranks.get(rank)
     if dump is not None and dump.reason == "exit":
         return evidence.ends_at(rank) > failed
-    return _last_seen(evidence, rank) > failed
+    return _last_seen(evidence, rank) > failed + slack
 
 
 def find_stopped(evidence: Evidence) -> list[Finding]:

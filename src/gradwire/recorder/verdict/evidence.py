@@ -35,6 +35,13 @@ OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_gr
 """Calls that end once all ranks have made them, and that may be missing from the records."""
 _OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods that end an earlier call, which may be a message."""
+_UNRECORDED = {
+    *OF_WHOLE_GROUPS,
+    *_OF_HANDLES,
+    *("recv", "irecv", "send", "isend", "batch_isend_irecv"),
+    *("recv_object_list", "send_object_list"),
+}
+"""Calls that wait, of which Gloo's record may have nothing."""
 _STANDARD = ("/lib/python3", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
 
@@ -132,7 +139,7 @@ class Evidence:
             return not event.waited
         # Gloo raises plain RuntimeErrors in C++, as operators, argument checks, and the comparison
         # of models do: it is none of Gloo's if nothing had happened that Gloo would report
-        if event.waited and self.dumps.ranks[rank].pending:
+        if event.waited and (self.dumps.ranks[rank].pending or event.call in _UNRECORDED):
             return False
         return not self.is_explained(rank, event)
 

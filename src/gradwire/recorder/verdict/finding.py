@@ -208,7 +208,7 @@ def is_users(frame: Mapping[str, Any]) -> bool:
 def last_of(dump: RankDump) -> str:
     """Describe a rank's last error."""
     event = dump.events[-1]
-    return f"{event.type}{at_line(event.lines)}: {shortened(' '.join(event.message.split()), 120)}"
+    return f"{event.type}{at_line(event.lines)}: {shortened(' '.join(event.message.split()), 300)}"
 
 
 def shortened(text: str, length: int) -> str:

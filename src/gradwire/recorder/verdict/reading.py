@@ -247,6 +247,7 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
         {int(rank): _text(value) for rank, value in event.get("values", {}).items()},
         bool(event.get("own")),
         bool(event.get("raised")),
+        tuple(int(rank) for rank in event.get("reported", ())),
     )
 
 

@@ -67,6 +67,14 @@ RULES = (
         ends.find_interrupted,
     ),
     Rule(
+        "reported",
+        CAUSE,
+        "an error that a rank reported to the others, and did not end with",
+        ("error", "other call", "other value", "crash", "signal", "exit", "stopped", "gone"),
+        LIKELY,
+        ends.find_reported,
+    ),
+    Rule(
         "not finite",
         CAUSE,
         "a tensor with NaN or infinity that was about to be sent, if that was checked",

@@ -300,9 +300,7 @@ def _silent(evidence: Evidence, gap: Gap, ranks: Sequence[int]) -> Finding:
         stack = trace.stack
     others = any(rank in of for name, of in dumps.groups.items() if name != gap.group)
     where = f"; it runs no Python code{at_line(stack)}: C code holds the GIL" if known else ""
-    remedies: tuple[str, ...] = (
-        "see what that line calls: an extension that does not release the GIL blocks all threads",
-    )
+    remedies: tuple[str, ...] = _FOR_GIL
     if not known:
         where = ", and left no dump"
         remedies = (
@@ -509,29 +507,50 @@ def _late_in(evidence: Evidence, calls: Mapping[int, Call]) -> Finding | None:
         since = max(calls[rank].created for rank in first)
         gave_up = [evidence.fails_at(rank) for rank in first]
         if came - since > LONG_NS and max(gave_up) < came + LONG_NS // 10 and min(gave_up) > since:
-            event = evidence.dumps.ranks[late[0]]
-            place = calls[late[0]]
-            return (
-                Finding(
-                    Kind.MISSING,
-                    tuple(sorted(late)),
-                    f"{list_ranks(late)} came {_seconds(came - since)} after {list_ranks(first)} "
-                    f"to the {name_call(place)}; they had given up by then",
-                    tuple(f"rank {r}: {last_of(evidence.dumps.ranks[r])}" for r in first[:6]),
-                    _FOR_LATE,
-                    time=since,
-                    **{k: v for k, v in _of(place).items() if k != "time"},
-                )
-                if event
-                else None
-            )
+            return _late(evidence, sorted(first), sorted(late), calls)
     return None
+
+
+def _late(
+    evidence: Evidence, first: list[int], late: list[int], calls: Mapping[int, Call]
+) -> Finding:
+    """Describe ranks that came late, with what they did when the others gave up, if recorded."""
+    dumps, call = evidence.dumps, calls[late[0]]
+    since, came = max(calls[r].created for r in first), calls[late[0]].created
+    words, details, places, ranks = "", list[str](), tuple[str, ...](), late
+    remedies: tuple[str, ...] = _FOR_LATE
+    then = dumps.firsts.get(late[0])
+    if late[0] in dumps.stacks:
+        stack = dumps.stacks[late[0]]
+        words = f"; it ran no Python code{at_line(stack)}: C code held the GIL"
+        remedies, places = _FOR_GIL, tuple(places_of(stack)[:1])
+    elif then is not None and then.reason == "request":
+        was, details, remedies, places = _what_it_waited_for(then)
+        words = f"; when they gave up, it {was}"
+        by_pid = {dump.pid: rank for rank, dump in dumps.ranks.items()}
+        holder = by_pid.get(int(then.kernel.get("holder") or -1))
+        if holder is not None and holder not in late:
+            words += f" (rank {holder})"
+            ranks = sorted({*late, holder})
+    about = _of(call)
+    return Finding(
+        Kind.DEADLOCK if len(ranks) > len(late) else Kind.MISSING,
+        tuple(ranks),
+        f"{list_ranks(late)} came {_seconds(came - since)} after {list_ranks(first)} to the "
+        f"{name_call(call)}, which had given up by then{words}",
+        (*details, *(f"rank {r}: {last_of(dumps.ranks[r])}" for r in first[:6])),
+        remedies,
+        **about | {"time": since, "places": (*places, *about["places"])},
+    )
 
 
 def _seconds(ns: int) -> str:
     return f"{ns / 1e9:.1f} s"
 
 
+_FOR_GIL = (
+    "see what that line calls: an extension that does not release the GIL blocks all threads",
+)
 _FOR_LATE = (
     "find out what it does before that line: a long evaluation, a checkpoint, a data loader",
     "or set a longer timeout for the group",
