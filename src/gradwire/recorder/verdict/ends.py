@@ -36,6 +36,7 @@ _MEMORY = ("MemoryError", "OutOfMemoryError")
 _IMPORT = ("ImportError", "ModuleNotFoundError")
 _PICKLE = ("PicklingError", "PickleError")
 _AFTER_ALL = NEVER
+_SLACK_NS = 100_000_000
 _TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGSEGV: "run it with PYTHONFAULTHANDLER=1, and look at the extension called last",
@@ -358,11 +359,10 @@ def find_killed(evidence: Evidence) -> list[Finding]:
     return [replace(_killed(dumps, ranks), time=min(evidence.ends_at(r) for r in ranks))]
 
 
-def _came_after(evidence: Evidence, rank: int, slack: int = LONG_NS // 10) -> bool:
+def _came_after(evidence: Evidence, rank: int, slack: int = _SLACK_NS) -> bool:
     """Return True if a rank still ran when another one had failed: it was ended for that.
 
-    A dying process closes its connections before its state changes. The launcher notes exits before
-    it ends ranks, so that more slack is allowed there.
+    A dying process closes its connections before its state changes.
     """
     failed = min((evidence.fails_at(r) for r in evidence.dumps.ranks if r != rank), default=NEVER)
     dump = evidence.dumps.ranks.get(rank)
