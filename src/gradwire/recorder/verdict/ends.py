@@ -348,9 +348,11 @@ def find_killed(evidence: Evidence) -> list[Finding]:
         and rank not in dumps.crashes
         and not (rank in dumps.ranks and dumps.ranks[rank].events)
     }
-    killed = {
-        rank: exit_ for rank, exit_ in killed.items() if not _came_after(evidence, rank, LONG_NS)
+    # launchers end ranks by SIGTERM first
+    slack = {
+        rank: _SLACK_NS if e.code == -signal.SIGTERM else LONG_NS for rank, e in killed.items()
     }
+    killed = {r: e for r, e in killed.items() if not _came_after(evidence, r, slack[r])}
     if -signal.SIGKILL in {exit_.code for exit_ in killed.values()}:
         killed = {r: e for r, e in killed.items() if e.code == -signal.SIGKILL}
     if not killed or (len(killed) == len(dumps.world) > 1):
@@ -473,9 +475,10 @@ def find_gone(evidence: Evidence) -> list[Finding]:
 
 
 def _last_seen(evidence: Evidence, rank: int) -> int:
-    trace = evidence.trace(rank)
-    seen = [dump.alive.get(rank, 0) for dump in evidence.dumps.ranks.values()]
-    return max([trace.beat if trace is not None else 0, *seen])
+    trace, dump = evidence.trace(rank), evidence.dumps.ranks.get(rank)
+    seen = [other.alive.get(rank, 0) for other in evidence.dumps.ranks.values()]
+    written = dump.taken if dump is not None else 0
+    return max([trace.beat if trace is not None else 0, written, *seen])
 
 
 def _first_end(dumps: Dumps) -> int:
