@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,7 +223,7 @@ class Dumps:
         stacks: Stacks of the main threads of ranks that did not answer a request, by rank.
         kernel: What the kernel knows of these ranks' processes, by rank.
         starts: Processes that were started as ranks.
-        firsts: Dumps at the first failure of each rank.
+        first: Function that reads a rank's dump at the first failure; None if there is none.
         damaged: Ranks whose dumps cannot be read.
         earlier: Ranks whose dumps belong to an earlier run; they are not in `ranks`.
     """
@@ -239,7 +239,7 @@ class Dumps:
     stacks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     kernel: dict[int, dict[str, Any]] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
-    firsts: dict[int, RankDump] = field(default_factory=dict)
+    first: Callable[[int], RankDump | None] = lambda rank: None
     damaged: list[int] = field(default_factory=list)
     earlier: list[int] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,13 @@ def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
     return found, nameless
 
 
+def _first(directory: Path, rank: int) -> RankDump | None:
+    """Read the dump of a rank's first failure."""
+    with contextlib.suppress(OSError, ArgumentError):
+        return _rank(rank, _checked(directory / f"{FIRST}{rank}", rank))
+    return None
+
+
 def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
     """Add the files that do not depend on a rank's cooperation."""
     for rank in dumps.world:
@@ -357,8 +365,7 @@ def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
                 dumps.stacks[rank] = stacks[-1][1]
         with contextlib.suppress(OSError, ValueError):
             dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
-        with contextlib.suppress(OSError, ArgumentError):
-            dumps.firsts[rank] = _rank(rank, _checked(directory / f"{FIRST}{rank}", rank))
+    dumps.first = partial(_first, directory)
     for path in _files_of(directory, "start-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             found = json.loads(path.read_text())

@@ -519,7 +519,7 @@ def _late(
     since, came = max(calls[r].created for r in first), calls[late[0]].created
     words, details, places, ranks = "", list[str](), tuple[str, ...](), late
     remedies: tuple[str, ...] = _FOR_LATE
-    then = dumps.firsts.get(late[0])
+    then = dumps.first(late[0])
     if late[0] in dumps.stacks:
         stack = dumps.stacks[late[0]]
         words = f"; it ran no Python code{at_line(stack)}: C code held the GIL"
