@@ -61,9 +61,10 @@ class Run:
         path = self.directory / f"rank_{rank}"
         path.write_bytes(pickle.dumps(record | {"gradwire": extra}))
 
-    def start(self, rank: int, pid: int, **launch: str) -> None:
+    def start(self, rank: int, pid: int, was: Any = (), **launch: str) -> None:
         launch = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} | launch
         found = {"rank": rank, "pid": pid, "started": pid, "host": "me", "namespace": ""}
+        found |= dict(was)
         (self.directory / f"start-me-{pid}.json").write_text(json.dumps(found | {"launch": launch}))
 
     def exits(self, **codes: int) -> None:
@@ -246,3 +247,26 @@ def test_first_rank_that_was_not_finite(run):
     found = run.verdict()
     assert (found.kind, found.ranks) == (Kind.NOT_FINITE, (1,))
     assert "in step 3: a.weight" in found.summary
+
+
+def test_of_two_ranks_the_one_that_exits_within_its_loop_is_named(run, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("def main():\n    for _ in data:\n        sys.exit(0)\n    sys.exit(0)\n")
+    run = run(2)
+    run.rank(0, [*STEPS, LAST], [error(4.5, waited=True)], taken=5)
+    for line, ranks in ((4, ()), (3, (1,))):
+        lines = [{"name": "main", "filename": str(program), "line": line}]
+        exit_ = {"how": "sys.exit", "code": 0, "text": "", "time": 35, "lines": lines}
+        run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND), exit=exit_)
+        assert run.verdict().ranks == ranks
+
+
+def test_of_two_ranks_the_one_that_changed_its_port_is_named(run):
+    run = run(2)
+    for rank in range(2):
+        was = {"was": {"MASTER_PORT": "29500", "RANK": "1"}} if rank == 1 else {}
+        run.start(rank, 10 + rank, was=was, MASTER_PORT="29501" if rank == 1 else "29500")
+        run.rank(rank, (), [error(5 + rank, "DistNetworkError")])
+    found = run.verdict()
+    assert found.ranks == (1,)
+    assert "the program changed it on rank 1" in found.summary

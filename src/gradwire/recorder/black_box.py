@@ -87,6 +87,7 @@ class BlackBox:
         self._exits = ExitNotes(self._at_exit)
         self._has_first = False
         self._launch: dict[str, str] = {}
+        self._launch_before: dict[str, str] = {}  # if the program has changed it
         self._earlier_hook: Callable[..., Any] | None = None
 
     def start(self) -> None:
@@ -215,9 +216,11 @@ class BlackBox:
             process = Process.this(int(os.environ["RANK"]))
             if process.launch == self._launch or this_rank() is not None:
                 return
-            self._launch = process.launch
+            was, self._launch = self._launch, process.launch
+            self._launch_before = self._launch_before or was
             name = f"start-{socket.gethostname()}-{os.getpid()}.json"
-            (self.directory / name).write_text(json.dumps(vars(process)))
+            found = vars(process) | {"was": self._launch_before}
+            (self.directory / name).write_text(json.dumps(found))
 
     # -- when --------------------------------------------------------------------------------
 

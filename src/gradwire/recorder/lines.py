@@ -167,6 +167,26 @@ def swallowing_handler(filename: str, line: int) -> int | None:
     return found
 
 
+def is_conditional(filename: str, line: int) -> bool:
+    """Return True if a line is in a loop, or under a condition in a function."""
+    tree = _parse(filename)
+    if tree is None:
+        return False
+    loops = ast.For | ast.While | ast.AsyncFor
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list) or not body:
+            continue
+        inside = body[0].lineno <= line <= (body[-1].end_lineno or 0)
+        if inside and isinstance(node, loops):
+            return True
+        if inside and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            branches = (each for each in ast.walk(node) if isinstance(each, ast.If))
+            if any(each.lineno <= line <= (each.end_lineno or 0) for each in branches):
+                return True
+    return False
+
+
 @lru_cache(maxsize=64)
 def _parse(filename: str) -> ast.AST | None:
     path = Path(filename)

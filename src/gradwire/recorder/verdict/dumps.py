@@ -147,12 +147,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class Start:
-    """Process that was started as a rank, with the launcher's variables."""
+    """Process that was started as a rank, with the launcher's variables.
+
+    Attributes:
+        rank, pid, host: Rank by the variables, process ID and host.
+        launch: Variables when it began to form a group.
+        was: Variables when it was started, if the program has changed them since.
+    """
 
     rank: int
     pid: int
     host: str
     launch: Mapping[str, str]
+    was: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

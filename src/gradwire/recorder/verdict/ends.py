@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from gradwire.recorder.processes import OVER
 from gradwire.recorder.verdict.dumps import Crash, Dumps, Event, Exit
@@ -358,7 +357,8 @@ def find_killed(evidence: Evidence) -> list[Finding]:
     if not killed or (len(killed) == len(dumps.world) > 1):
         return []
     ranks = list(killed)
-    return [replace(_killed(dumps, ranks), time=min(evidence.ends_at(r) for r in ranks))]
+    when = min(evidence.ends_at(rank) for rank in ranks)
+    return [replace(_killed(evidence, ranks), time=when)]
 
 
 def _came_after(evidence: Evidence, rank: int, slack: int = _SLACK_NS) -> bool:
@@ -378,7 +378,7 @@ def find_stopped(evidence: Evidence) -> list[Finding]:
     for rank, state in sorted(evidence.states.items()):
         if state.startswith("stopped"):
             trace = evidence.trace(rank)
-            stack = trace.stack if trace is not None else []
+            stack = evidence.last_stack(rank)
             finding = Finding(
                 Kind.STOPPED,
                 (rank,),
@@ -471,7 +471,7 @@ def find_gone(evidence: Evidence) -> list[Finding]:
     ]
     if len(gone) != 1 or _late_before(evidence):
         return []
-    return [replace(_killed(dumps, gone), time=evidence.ends_at(gone[0]))]
+    return [replace(_killed(evidence, gone), time=evidence.ends_at(gone[0]))]
 
 
 def _last_seen(evidence: Evidence, rank: int) -> int:
@@ -506,13 +506,13 @@ def _ended_by_itself(dumps: Dumps, rank: int) -> bool:
     return dump is not None and (dump.reason == "exit" or bool(dump.events))
 
 
-def _killed(dumps: Dumps, ranks: Sequence[int]) -> Finding:
+def _killed(evidence: Evidence, ranks: Sequence[int]) -> Finding:
+    dumps = evidence.dumps
     exit_ = dumps.exits.get(ranks[0])
     how, remedies = _how_it_ended(exit_)
     if len(ranks) > 1:
         how = how.replace("was ", "were ", 1)
-    trace = dumps.traces.get(ranks[0])
-    stack: Sequence[Mapping[str, Any]] = trace.stack if trace is not None else ()
+    stack = evidence.last_stack(ranks[0])
     at = f"; shortly before, it was {innermost(stack)}" if innermost(stack) else ""
     return Finding(
         Kind.DIED,

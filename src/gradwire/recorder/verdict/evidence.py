@@ -216,6 +216,15 @@ class Evidence:
             return None
         return trace
 
+    def last_stack(self, rank: int) -> list[dict[str, Any]]:
+        """Return the main thread's frames at the last beat, unless the rank went on after it."""
+        trace = self.dumps.traces.get(rank)
+        if trace is None or not trace.beat:
+            return []
+        if trace.calls:
+            return trace.stack if trace.calls[-1]["begin"] <= trace.beat else []
+        return trace.stack if any(trace.counts.values()) else []
+
     def stopped_beating(self, rank: int) -> int | None:
         """Return when a process stopped running Python though it has not ended; None if it runs.
 

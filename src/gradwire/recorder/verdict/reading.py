@@ -361,7 +361,7 @@ def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
             )
         with contextlib.suppress(OSError):
             stacks = parse_stacks((directory / STACKS.format(rank)).read_text(errors="replace"))
-            if stacks:
+            if stacks and stacks[-1][1]:
                 dumps.stacks[rank] = stacks[-1][1]
         with contextlib.suppress(OSError, ValueError):
             dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
@@ -370,4 +370,5 @@ def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError):
             found = json.loads(path.read_text())
             launch = {str(name): str(value) for name, value in found["launch"].items()}
-            dumps.starts.append(Start(found["rank"], found["pid"], str(found["host"]), launch))
+            was = {str(name): str(value) for name, value in found.get("was", {}).items()}
+            dumps.starts.append(Start(found["rank"], found["pid"], str(found["host"]), launch, was))

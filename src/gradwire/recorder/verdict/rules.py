@@ -224,6 +224,9 @@ def find_failures(evidence: Evidence) -> list[Finding]:
     }
     causes = [f for rule, of in kept.items() if rule.role == CAUSE for f in of]
     causes.sort(key=lambda finding: finding.time)
+    if causes and not causes[0].ranks and causes[0].kind == Kind.MISMATCH:
+        # of two ranks that differ, one may say which of its parameters it left out
+        causes.sort(key=lambda finding: not (finding.kind == Kind.ERROR and finding.parameters))
     named = {rank for finding in causes for rank in finding.ranks}
     absent = [f for rule, of in kept.items() if rule.role == ABSENCE for f in of]
     late = ("late", "not in a group's call")

@@ -67,7 +67,12 @@ def find_other_values(evidence: Evidence) -> list[Finding]:
         if len(values) < 2:
             continue
         (common, times), (_, next_times) = values.most_common(2)
+        changed = sorted(
+            {s.rank for s in starts if s.was and s.was.get(name) != s.launch.get(name)}
+        )
         few = sorted({s.rank for s in starts if s.launch.get(name, "(not set)") != common})
+        named = few if times > next_times else changed if len(changed) < len(starts) else []
+        why = f"; the program changed it on {list_ranks(changed)}" if changed else ""
         shown = ", ".join(
             f"{list_ranks([s.rank for s in starts if s.launch.get(name, '(not set)') == value])} "
             f"{name}={value}"
@@ -76,13 +81,13 @@ def find_other_values(evidence: Evidence) -> list[Finding]:
         return [
             Finding(
                 Kind.START,
-                tuple(few) if times > next_times else (),
+                tuple(named),
                 f"the ranks were started with different values of {name}: {shown}; they look for "
-                "each other in different places",
+                f"each other in different places{why}",
                 tuple(consequences(evidence.dumps, few)),
                 (f"set the same {name} for all ranks",),
                 time=1,
-                confidence="" if times > next_times else UNCLEAR,
+                confidence="" if named else UNCLEAR,
             )
         ]
     return []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.recorder.lines import swallowing_handler
+from gradwire.recorder.lines import is_conditional, swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
 from gradwire.recorder.verdict.evidence import (
     LONG_NS,
@@ -240,7 +240,7 @@ def _uneven(evidence: Evidence, gap: Gap, ended: Sequence[int]) -> Finding:
     dumps, call = evidence.dumps, next(iter(gap.calls.values()))
     victims = [rank for rank in gap.missing if evidence.is_victim(rank)]
     waiting, counts = sorted({*gap.calls, *victims}), counts_of(dumps, gap)
-    if len(ended) < len(waiting):
+    if len(ended) < len(waiting) or (len(ended) == len(waiting) and _left_early(dumps, ended)):
         return _missing(evidence, gap, ended)
     common: dict[str, Any] = {
         "op": call.op,
@@ -275,6 +275,17 @@ def _uneven(evidence: Evidence, gap: Gap, ended: Sequence[int]) -> Finding:
     )
     return Finding(
         Kind.MISMATCH, tuple(waiting), summary, tuple(counts), numbers, places=place, **common
+    )
+
+
+def _left_early(dumps: Dumps, ranks: Sequence[int]) -> bool:
+    """Return True if ranks ended by a call of `sys.exit` in a loop or under a condition."""
+    calls = [dumps.ranks[rank].exit for rank in ranks]
+    return all(
+        call is not None
+        and bool(call.lines)
+        and is_conditional(str(call.lines[0]["filename"]), int(call.lines[0]["line"]))
+        for call in calls
     )
 
 
@@ -520,11 +531,12 @@ def _late(
     words, details, places, ranks = "", list[str](), tuple[str, ...](), late
     remedies: tuple[str, ...] = _FOR_LATE
     then = dumps.first(late[0])
-    if late[0] in dumps.stacks:
+    answered = then is not None and then.reason == "request"
+    if late[0] in dumps.stacks and not answered:
         stack = dumps.stacks[late[0]]
         words = f"; it ran no Python code{at_line(stack)}: C code held the GIL"
         remedies, places = _FOR_GIL, tuple(places_of(stack)[:1])
-    elif then is not None and then.reason == "request":
+    elif then is not None and answered:
         was, details, remedies, places = _what_it_waited_for(then)
         words = f"; when they gave up, it {was}"
         by_pid = {dump.pid: rank for rank, dump in dumps.ranks.items()}
