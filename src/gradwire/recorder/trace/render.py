@@ -89,7 +89,7 @@ def _longest_step(slices: Sequence[Mapping[str, Any]]) -> list[float] | None:
     """Return begin and end of the step that took longest on any rank, after the first; or None."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for event in slices:
-        if event["tid"] == STEPS:
+        if event["tid"] == STEPS and "step" in event["args"]:
             key = event["pid"], event["args"]["step"]
             begin, end = spans.get(key, (event["ts"], event["ts"]))
             spans[key] = min(begin, event["ts"]), max(end, event["ts"] + event["dur"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire.recorder.verdict import calls, ends, start_up, waits
+from gradwire.recorder.verdict import absent, calls, ends, errors, start_up, waits
 from gradwire.recorder.verdict.evidence import OF_WHOLE_GROUPS, Evidence
 from gradwire.recorder.verdict.finding import (
     CERTAIN,
@@ -56,7 +56,7 @@ RULES = (
         "an error of a rank that no earlier failure or long wait explains",
         (),
         CERTAIN,
-        ends.find_error,
+        errors.find_error,
     ),
     Rule(
         "interrupted",
@@ -64,7 +64,7 @@ RULES = (
         "KeyboardInterrupt on one rank, before any other failure",
         (),
         CERTAIN,
-        ends.find_interrupted,
+        errors.find_interrupted,
     ),
     Rule(
         "reported",
@@ -72,7 +72,7 @@ RULES = (
         "an error that a rank reported to the others, and did not end with",
         ("error", "other call", "other value", "crash", "signal", "exit", "stopped", "gone"),
         LIKELY,
-        ends.find_reported,
+        errors.find_reported,
     ),
     Rule(
         "not finite",
@@ -80,7 +80,7 @@ RULES = (
         "a tensor with NaN or infinity that was about to be sent, if that was checked",
         (),
         CERTAIN,
-        ends.find_not_finite,
+        errors.find_not_finite,
     ),
     Rule(
         "other call",
@@ -193,7 +193,7 @@ RULES = (
         "a collective in which ranks wait, and ranks that have not called it and do not wait",
         ("another wait", "deadlock"),
         LIKELY,
-        waits.find_missing,
+        absent.find_missing,
     ),
     Rule(
         "not in a group's call",
@@ -201,7 +201,7 @@ RULES = (
         "all ranks but one in a call such as new_group",
         ("another wait", "missing"),
         LIKELY,
-        waits.find_not_in_group_call,
+        absent.find_not_in_group_call,
     ),
     Rule(
         "late",
@@ -209,7 +209,7 @@ RULES = (
         "ranks that made a call only after the others had given up",
         ("another wait", "missing", "not in a group's call"),
         LIKELY,
-        waits.find_late,
+        absent.find_late,
     ),
 )
 
