@@ -78,9 +78,8 @@ class RecordedGroup:
         self._tries = 0
         self.named = False
 
-    @property
-    def name(self) -> str:
-        """Name of the group if it is known already, else ""."""
+    def __str__(self) -> str:
+        """Return the name of the group if it is known already, else ""."""
         return "" if self._info is None else self._info.name
 
     def find_name(self) -> GroupInfo | None:

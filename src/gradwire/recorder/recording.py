@@ -47,7 +47,7 @@ It is a list because creating one takes 1 µs, where an object takes 3. Its fiel
 - ERROR: error it failed with, or None.
   - PEER: other rank of a message, -1 for any; None for a collective.
   - DONE: function that returns True once a message has ended; None for a collective.
-- SLOT: place of its end in the ring file; None without a file.
+- SLOT: index of its end in the ring file; None without a file.
 """
 
 
@@ -260,7 +260,7 @@ def record_end(entry: Entry, waits: dict[int, int] | None) -> None:
     """
     entry[ENDED], entry[WAITS] = perf_counter_ns(), waits
     if entry[SLOT] is not None and ring.file is not None:
-        ring.file.end(entry[SLOT], entry[ENDED])
+        ring.file.integers[entry[SLOT]] = entry[ENDED]
 
 
 def record_completion(entry: Entry, done: Callable[[], bool]) -> None:
@@ -269,9 +269,10 @@ def record_completion(entry: Entry, done: Callable[[], bool]) -> None:
 
 
 def _write(file: RingFile, entry: Entry) -> None:
-    name = entry[GROUP].name
-    call = name, entry[OP], entry[INPUTS], entry[DTYPE], entry[PEER]
-    entry[SLOT] = file.begin(entry[NUMBER], call, (entry[CODE], entry[INSTRUCTION]), entry[CREATED])
+    call = entry[GROUP], entry[OP], entry[INPUTS], entry[DTYPE], entry[PEER]
+    site = entry[CODE], entry[INSTRUCTION]
+    named = entry[GROUP].named
+    entry[SLOT] = file.begin(entry[NUMBER], call, site, entry[CREATED], cached=named)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> Shapes:

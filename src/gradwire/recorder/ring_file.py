@@ -21,17 +21,16 @@ from gradwire.recorder.lines import read_line
 
 _MAGIC = b"gwring1\0"
 _HEADER = struct.Struct("<8sqqqqq")  # magic, pid, wall offset, calls, last beat, bytes of texts
-_SLOT = struct.Struct("<qqqII")  # number, begin, end, line, call
-_COUNT, _BEAT_TIME, _USED = 24, 32, 40  # offsets in the header
+_COUNT, _BEAT_TIME, _USED = 3, 4, 5  # indices of the header's integers
+_SLOT = struct.Struct("<qqqII")  # number, begin, end, call, line
 _SLOTS = 512
 _BEAT_BYTES = 8192
 _TEXT_BYTES = 1 << 17
 _BEAT = _HEADER.size
 _TEXTS = _BEAT + _BEAT_BYTES
 _FIRST = _TEXTS + _TEXT_BYTES
+_MOST_TEXTS = 10_000
 SIZE = _FIRST + _SLOTS * _SLOT.size
-_END_OFFSET = 16  # of the end's time in a slot
-_TIME = struct.Struct("<q")
 
 
 class RingFile:
@@ -39,10 +38,13 @@ class RingFile:
 
     Args:
         path: File to create.
+
+    Attributes:
+        integers: The file as 64-bit integers, of which `begin` returns the index of an end. Writing
+            these one by one is faster than packing a slot.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, SIZE)  # pages are allocated as they are written
@@ -50,59 +52,65 @@ class RingFile:
         finally:
             os.close(descriptor)
         self._count, self._used = 0, 0
-        self._wall = time.time_ns() - time.perf_counter_ns()
-        self._sites: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}
         self._kept: list[Any] = []  # code objects, whose IDs must not be reused
-        self._write_header()
+        wall = time.time_ns() - time.perf_counter_ns()
+        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), wall, 0, 0, 0)
+        self.integers = memoryview(self._map).cast("q")
 
-    def begin(self, number: int, call: tuple[Any, ...], site: tuple[Any, int], at: int) -> int:
-        """Write a call that begins, and return the offset of its end for `end`.
+    def begin(
+        self, number: int, call: tuple[Any, ...], site: tuple[Any, int], at: int, *, cached: bool
+    ) -> int:
+        """Write a call that begins, and return the index of its end in `integers`.
 
         Args:
             number: Number of the collective in its group.
             call: Group, operation, sizes, dtype and peer; hashable.
             site: Code object and instruction of the user's line.
             at: Time on CLOCK_MONOTONIC, in ns.
+            cached: False if the group has no name yet, so that the text is written again.
         """
-        key = id(site[0]), site[1]
-        line, what = self._sites.get(key), self._sites.get(call)
-        if line is None:
-            self._kept.append(site[0])
-            line = self._sites[key] = self._text({"line": read_line(site)})
+        key = id(site[0]), site[1], call
+        what = self._known.get(key)
         if what is None:
-            what = self._sites[call] = self._text({"call": [str(part) for part in call]})
-        offset = _FIRST + self._count % _SLOTS * _SLOT.size
+            what = self._describe(call, site)
+            if cached and len(self._known) < _MOST_TEXTS:
+                self._known[key] = what
+                self._kept.append(site[0])
+        index = (_FIRST >> 3) + self._count % _SLOTS * (_SLOT.size >> 3)
+        integers = self.integers
+        integers[index] = number
+        integers[index + 1] = at
+        integers[index + 2] = 0
+        integers[index + 3] = what
         self._count += 1
-        _SLOT.pack_into(self._map, offset, number, at, 0, line, what)
-        _TIME.pack_into(self._map, _COUNT, self._count)
-        return offset + _END_OFFSET
+        integers[_COUNT] = self._count
+        return index + 2
 
-    def end(self, offset: int, at: int) -> None:
-        """Write the time when a call ended."""
-        _TIME.pack_into(self._map, offset, at)
+    def _describe(self, call: tuple[Any, ...], site: tuple[Any, int]) -> int:
+        """Write the texts of a call and its line, and return their numbers as one integer."""
+        line = self._text({"line": read_line(site)})
+        return line << 32 | self._text({"call": [str(part) for part in call]})
 
     def beat(self, state: dict[str, Any]) -> None:
         """Write that Python runs now, and the state of the process."""
         text = json.dumps(state).encode()[: _BEAT_BYTES - 1]
         self._map[_BEAT : _BEAT + len(text) + 1] = text + b"\0"
-        _TIME.pack_into(self._map, _BEAT_TIME, time.time_ns())
+        self.integers[_BEAT_TIME] = time.time_ns()
 
     def close(self) -> None:
         """Unmap the file; it stays where it is."""
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
-    def _write_header(self) -> None:
-        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), self._wall, self._count, 0, self._used)
+        self.integers.release()
+        self._map.close()
 
     def _text(self, content: dict[str, Any]) -> int:
         """Append a text and return its number; 0 if there is no space left."""
         line = json.dumps(content).encode() + b"\n"
-        if self._used + len(line) > _TEXT_BYTES or len(self._sites) > 10_000:
+        if self._used + len(line) > _TEXT_BYTES:
             return 0
         self._map[_TEXTS + self._used : _TEXTS + self._used + len(line)] = line
         self._used += len(line)
-        _TIME.pack_into(self._map, _USED, self._used)
+        self.integers[_USED] = self._used
         return self._used  # the end of a line identifies it
 
 
@@ -125,7 +133,7 @@ def read_ring(path: Path) -> dict[str, Any] | None:
     calls = []
     for index in range(max(0, count - _SLOTS), count):
         fields = _SLOT.unpack_from(data, _FIRST + index % _SLOTS * _SLOT.size)
-        number, begin, end, line, call = fields
+        number, begin, end, call, line = fields
         what = texts.get(call, {}).get("call")
         if what:
             group, op, sizes, dtype, peer = what
