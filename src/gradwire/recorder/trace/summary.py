@@ -13,7 +13,7 @@ from gradwire.errors import ArgumentError
 from gradwire.recorder.trace.chrome import BUCKETS, COLLECTIVES, STEPS
 
 _MAX_BYTES = 1 << 30
-_MORE_THAN_EQUAL = 1.5  # times an equal share
+_MORE_THAN_EQUAL = 1.2  # times an equal share
 HEADINGS = (
     "rank",
     "steps",
