@@ -1,4 +1,4 @@
-"""What the kernel knows of a process: the system call it is in, and whom or what that waits for.
+"""Kernel's view of a process: the system call it is in, and whom or what that waits for.
 
 Linux only; elsewhere, or without permission, the functions return less.
 """

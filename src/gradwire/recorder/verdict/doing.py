@@ -1,4 +1,4 @@
-"""What a missing rank was doing: its line, and what the kernel shows of it."""
+"""Activity of a missing rank: its line, and the kernel's view of it."""
 
 from __future__ import annotations
 

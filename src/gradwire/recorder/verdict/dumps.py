@@ -117,12 +117,14 @@ class Crash:
         frames: Stack of the thread that crashed, innermost frame first.
         time: Time of the crash.
         in_main: True if the main thread crashed, or if it is unknown which thread did.
+        in_python: True if it is known which of Python's threads crashed.
     """
 
     why: str
     frames: list[dict[str, Any]]
     time: int
     in_main: bool = True
+    in_python: bool = True
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Dumps:
         messages: Messages between two ranks, each with the rank that recorded it.
         traces: Contents of ring files, by rank.
         stacks: Stacks of the main threads of ranks that did not answer a request, by rank.
-        kernel: What the kernel knows of these ranks' processes, by rank.
+        kernel: Kernel's view of these ranks' processes, by rank.
         starts: Processes that were started as ranks.
         first: Function that reads a rank's dump at the first failure; None if there is none.
         damaged: Ranks whose dumps cannot be read.

@@ -81,7 +81,8 @@ def find_crash(evidence: Evidence) -> list[Finding]:
 def _by_message(crash: Crash) -> bool:
     """Return True if a backend aborted the process, because of another rank's message."""
     autograd = any("/torch/autograd/" in str(frame["filename"]) for frame in crash.frames[:1])
-    return crash.why.startswith("Aborted") and (autograd or waits_for_others(crash.frames))
+    waits = autograd or waits_for_others(crash.frames) or not crash.in_python
+    return crash.why.startswith("Aborted") and waits
 
 
 def _crashed(dumps: Dumps, rank: int, crash: Crash) -> Finding:

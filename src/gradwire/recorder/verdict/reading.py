@@ -331,7 +331,7 @@ def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
         at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
         why = text.splitlines()[0].removeprefix("Fatal Python error: ")
         main = at == len(stacks) - 1
-        crash = Crash(why, stacks[at][1], path.stat().st_mtime_ns, main)
+        crash = Crash(why, stacks[at][1], path.stat().st_mtime_ns, main, bool(current))
         if number.isdecimal():
             found[int(number)] = crash
         else:

@@ -37,7 +37,7 @@ class Rule:
         role: `CAUSE` of a failure, or `ABSENCE` of ranks that others wait for.
         needs: Evidence that it needs.
         unless: Names of rules whose findings exclude it.
-        confidence: How sure its findings are, unless one says otherwise.
+        confidence: Confidence of its findings, unless one has its own.
         find: Function that returns its findings.
     """
 
