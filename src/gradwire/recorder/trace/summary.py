@@ -106,7 +106,7 @@ class Summary:
 
     @property
     def verdict(self) -> str:
-        """Who was waited for, in one sentence."""
+        """Rank that was waited for, in one sentence."""
         slowest = self.waited_for
         if slowest is None:
             return "No rank was waited for, as far as the collectives show."

@@ -21,6 +21,7 @@ from gradwire.recorder.verdict.finding import (
     Finding,
     Kind,
     at_line,
+    innermost,
     last_call,
     last_of,
     list_ranks,
@@ -268,9 +269,12 @@ def _late(
     remedies: tuple[str, ...] = _FOR_LATE
     then = dumps.first(late[0])
     answered = then is not None and then.reason == "request"
-    if late[0] in dumps.stacks and not answered:
+    if innermost(dumps.stacks.get(late[0], ())):
         stack = dumps.stacks[late[0]]
-        words = f"; it ran no Python code{at_line(stack)}: C code held the GIL"
+        words = (
+            f"; when they gave up, it did not answer{at_line(stack)}: C code held the GIL, or it "
+        )
+        words += "got no CPU"
         remedies, places = _FOR_GIL, tuple(places_of(stack)[:1])
     elif then is not None and answered:
         was, details, remedies, places = what_it_waited_for(then)
