@@ -1,0 +1,1 @@
+"""Accidents with stated truth, and what `gradwire explain` says: `python -m tests.accidents`."""

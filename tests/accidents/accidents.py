@@ -1,0 +1,327 @@
+"""The accidents: for each, what one rank of a training program does otherwise, and the truth.
+
+An accident is text that takes a slot of `PROGRAM`. In it, `bad` is True on the rank at fault, `now`
+is True on that rank in one step, and lines that end in `# here` are those that a verdict may name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["ACCIDENTS", "DDP", "PROGRAM", "QUICK", "Accident"]
+
+PROGRAM = '''\
+"""{name}: rank {bad} of {world}, {wrapper}, {op}"""
+import contextlib, ctypes, fcntl, gc, os, signal, subprocess, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import gradwire
+from gradwire import collectives
+
+LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+BAD, AT, STEPS, LONG, WORLD = {bad}, {at}, {steps}, 60, {world}
+LOCK, PORT = "lock", {port}
+bad = LOCAL_RANK == BAD
+{top}
+
+class Net(torch.nn.Module):
+    def __init__(self, hidden=8):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, hidden), torch.nn.Linear(hidden, 8)
+    def forward(self, x, short=False):
+        x = self.first(x).relu()
+        return x if short else self.second(x)
+
+class Words(torch.nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.words, self.last = torch.nn.Embedding(9, 4, sparse=sparse), torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.last(self.words(x.long()))
+
+def average(model):
+    if not {ddp}:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+
+def main():
+    timeout = timedelta(seconds={seconds})
+    {init}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    {model}
+    model = {wrap}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    {setup}
+    for step in {loop}:
+        now = bad and step == AT
+        {before}
+        {forward}
+        {backward}
+        optimizer.step()
+        optimizer.zero_grad()
+        {metric}
+        {after}
+    {end}
+
+main()
+'''
+
+SLOTS = {
+    "top": "",
+    "init": 'dist.init_process_group("{backend}", timeout=timeout)',
+    "model": "model = Net()",
+    "setup": "",
+    "loop": "range(STEPS)",
+    "before": "",
+    "forward": "loss = model(torch.ones(3, 4)).square().mean()",
+    "backward": "loss.backward()\naverage(model)",
+    "after": "",
+    "end": "dist.barrier()\ndist.destroy_process_group()",
+}
+DDP = ("gradwire", "torch")
+
+
+@dataclass(frozen=True)
+class Accident:
+    """One kind of accident, and the truth about it.
+
+    Attributes:
+        name: Name of the kind.
+        family: Name of the family.
+        kinds: Kinds of findings that are right; any if empty.
+        words: Pattern, of which the finding's text has a match if it tells the cause.
+        slots: Text by slot of the program.
+        guilty: Ranks that the verdict may name: "bad", the rank at fault; "bad, next", or the one
+            after it, too; "all", of which the rank at fault is one; "absent", the one that was
+            never started; or "none".
+        nobody: True if a verdict that names no rank, or all, is right, too.
+        sides: True if only a majority shows who is at fault: of two ranks, any or none is right.
+        harmless: True if the program may end as if nothing had happened.
+        wrappers: Wrappers of the model with which it can happen.
+        backends: Backends with which it can happen.
+        bad: The rank at fault; None for any.
+        steps: Number of steps.
+    """
+
+    name: str
+    family: str
+    kinds: frozenset[str]
+    words: str
+    slots: dict[str, str] = field(repr=False)
+    guilty: str = "bad"
+    nobody: bool = False
+    sides: bool = False
+    harmless: bool = False
+    wrappers: Sequence[str] = ("gradwire", "torch", "none")
+    backends: Sequence[str] = ("gloo", "shm")
+    bad: int | None = None
+    steps: int = 5
+
+    def lines(self, program: str) -> list[int]:
+        """Return the lines of a program that a verdict may name; empty if that is not judged."""
+        numbered = enumerate(program.splitlines(), 1)
+        return [number for number, line in numbered if line.endswith("# here")]
+
+    def ranks(self, bad: int, world: int) -> set[int]:
+        """Return the ranks that the verdict may name."""
+        if self.guilty == "all" or (self.sides and world == 2):
+            return set(range(world))
+        ranks = {"absent": {world}, "bad, next": {bad, (bad + 1) % world}, "none": set()}
+        return ranks.get(self.guilty, {bad})
+
+
+ACCIDENTS: dict[str, Accident] = {}
+QUICK = ("early_stop", "dtype", "input", "sigkill", "wrong_port", "pause")
+"""One accident of each family."""
+
+
+def _add(name: str, family: str, kinds: str, words: str = "", **more: object) -> None:
+    slots = {slot: str(more.pop(slot)).strip() for slot in SLOTS if slot in more}
+    known = frozenset(kinds.split(", ")) if kinds else frozenset()
+    ACCIDENTS[name] = Accident(name, family, known, words, SLOTS | slots, **more)  # type: ignore[arg-type]
+
+
+# fmt: off
+# -- other numbers of calls ----------------------------------------------------------------------
+UNEVEN = "finished early, mismatch, skipped, missing"
+MORE = r"ended|finished|early|more|fewer|times|uneven"
+_add("one_batch_more", "uneven", UNEVEN, MORE, loop="range(STEPS + bad)", end="", sides=True)
+_add("early_stop", "uneven", UNEVEN, MORE, before="if now:\n    break", end="", sides=True)
+_add("accumulation_counts", "uneven", UNEVEN, sides=True, steps=8, wrappers=("gradwire", "torch"),
+     forward="""
+last = (step + 1) % (2 if bad else 4) == 0
+with contextlib.nullcontext() if last else model.no_sync():
+    loss = model(torch.ones(3, 4)).square().mean()
+    loss.backward()""", backward="")
+_add("accumulation_counts_by_hand", "uneven", UNEVEN, sides=True, steps=8, wrappers=("none",),
+     backward="loss.backward()\nif (step + 1) % (2 if bad else 4) == 0:\n    average(model)")
+
+# -- other calls ---------------------------------------------------------------------------------
+OTHER = "mismatch, skipped, missing, finished early, error, deadlock"
+_add("evaluation_on_one_rank", "calls", OTHER, sides=True, after="""
+if now:
+    with torch.no_grad():
+        dist.all_reduce(model(torch.ones(3, 4)).mean())""")
+_add("barrier_in_a_branch", "calls", OTHER, sides=True, after="if now:\n    dist.barrier()")
+_add("no_barrier_in_a_branch", "calls", OTHER, sides=True, after="if not now:\n    dist.barrier()")
+_add("order_of_groups", "calls", "deadlock, mismatch", guilty="all", nobody=True,
+     words="order|wait for each other",
+     setup="groups = [dist.new_group(timeout=timeout) for _ in range(2)]",
+     after="""
+for group in reversed(groups) if now else groups:
+    dist.all_reduce(torch.ones(6), group=group)  # here""")
+_add("order_of_a_set", "calls", OTHER, sides=True,
+     top="""
+class Name(str):
+    def __hash__(self):  # as the hash of a str: other in each process
+        return (str(self) == "loss") ^ bad
+""",
+     after="""
+for name in {Name("loss"), Name("accuracy")}:
+    dist.all_reduce(torch.ones(len(name)))  # here""")
+_add("ring_of_receives", "calls", "deadlock", "wait for|recv|receive", guilty="all",
+     after="""
+if step == AT:
+    dist.recv(torch.ones(4), (rank - 1) % size)  # here
+    dist.send(torch.ones(4), (rank + 1) % size)""")
+_add("dtype", "calls", "mismatch, error", r"[Dd]ouble|float64|dtype|size", sides=True,
+     after="dist.all_reduce(torch.ones(8, dtype=torch.double if now else None))  # here")
+_add("other_model", "calls", "mismatch, error", sides=True, model="model = Net(12 if bad else 8)")
+_add("sparse_on_one_rank", "calls", "mismatch, error, missing, skipped", sides=True,
+     model="model = Words(sparse=bad)")
+_add("handle_never_awaited", "calls", "", harmless=True,
+     end="""
+work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+if not bad:
+    work.wait()""")
+
+# -- a rank that is in other code ----------------------------------------------------------------
+AWAY = "missing, deadlock"
+_add("slow_checkpoint", "away", AWAY, after="""
+if now:
+    torch.save(model.state_dict(), os.devnull)
+    time.sleep(LONG)  # here""")
+_add("stuck_loader_worker", "away", AWAY,
+     top="""
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if bad and index == AT:
+            time.sleep(LONG)  # here
+        return torch.ones(3, 4)
+""",
+     setup="data = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=1))",
+     before="batch = next(data)  # here")
+_add("file_lock", "away", AWAY, "lock", guilty="bad, next", before="""
+if step == AT and rank == (BAD + 1) % size:
+    forgotten = open(LOCK, "w")
+    fcntl.flock(forgotten, fcntl.LOCK_EX)
+    open(LOCK + "-held", "w").close()
+if now:
+    while not os.path.exists(LOCK + "-held"):
+        time.sleep(0.01)
+    with open(LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # here""")
+_add("input", "away", AWAY,
+     before='if now:\n    input("Continue? ")  # here')
+_add("gil_held_in_c", "away", AWAY,  # no bytecode runs between calls, as in any long call of C
+     before="if now:\n    list(map(ctypes.PyDLL(None).sleep, [1] * LONG))  # here")
+_add("thread_deadlock", "away", AWAY, before="""
+if now:
+    first, second = threading.Lock(), threading.Lock()
+    def other():
+        with second, first:
+            pass
+    first.acquire()
+    threading.Thread(target=other, daemon=True).start()
+    while not second.locked():
+        time.sleep(0.01)
+    second.acquire()  # here""")
+_add("endless_loop", "away", AWAY,
+     before="while now:\n    time.sleep(0.01)  # here")
+_add("stopped", "away", "stopped, missing", "stopped",
+     before="if now:\n    os.kill(os.getpid(), signal.SIGSTOP)")
+_add("full_pipe", "away", AWAY, before="""
+if now:
+    child = subprocess.Popen("yes | head -c 1000000", shell=True, stdout=subprocess.PIPE)
+    child.wait()  # here""")
+
+# -- errors and ends -----------------------------------------------------------------------------
+ENDED = "finished early, died, missing, error"
+_add("exit_0", "ends", ENDED, "exit|ended", before="if now:\n    sys.exit(0)")
+_add("exit_0_at_once", "ends", ENDED, "exit|ended|died", before="if now:\n    os._exit(0)")
+_add("exit_with_text", "ends", ENDED, "exit|no data left",
+     before='if now:\n    sys.exit("no data left")  # here')
+_add("segfault_in_a_thread", "ends", "crashed, died", "SIGSEGV|[Ss]egmentation",
+     top="def crash():\n    ctypes.string_at(0)  # here",
+     before="if now:\n    threading.Thread(target=crash).start()\n    time.sleep(0.5)")
+_add("sigterm", "ends", "died", "SIGTERM|terminated",
+     before='if now:\n    subprocess.run(["kill", "-TERM", str(os.getpid())])')
+_add("sigkill", "ends", "died", "SIGKILL|killed",
+     before="if now:\n    os.kill(os.getpid(), signal.SIGKILL)")
+_add("import_error", "ends", "error", "No module|ModuleNotFound",
+     top="if bad:\n    import a_package_that_is_not_installed  # here")
+_add("out_of_memory", "ends", "error", "memory|allocate",
+     before="if now:\n    torch.empty(1 << 50)  # here")
+_add("unpicklable_object", "ends", "error", "pickle",
+     after="if step == AT:\n    dist.all_gather_object([None] * size, main.__code__ if bad else 0)"
+     "  # here")
+_add("swallowed_hook_error", "ends", "skipped, error, mismatch, missing, finished early",
+     setup="""
+failing = []
+def check(gradient):
+    if failing:
+        raise ValueError("a bad gradient")
+next(model.parameters()).register_hook(check)""",
+     backward="""
+failing[:] = [1] if now else []
+try:
+    loss.backward()
+    average(model)
+except ValueError:
+    print("skipped a batch")""")
+_add("unused_layer", "ends", "error, skipped, missing, mismatch", "second|unused|gradient|backward",
+     wrappers=DDP, forward="loss = model(torch.ones(3, 4), short=now).square().mean()")
+_add("nan", "ends", "", "nan|finite", nobody=True,
+     forward='loss = model(torch.full((3, 4), float("inf") if now else 1.0)).square().mean()',
+     after="""
+if not all(parameter.isfinite().all() for parameter in model.parameters()):
+    raise FloatingPointError("the parameters are not finite")""")
+
+# -- start-up ------------------------------------------------------------------------------------
+_add("same_rank_twice", "start", "", "twice|same rank|RANK|never started|two processes",
+     guilty="bad, next", top='if bad:\n    os.environ["RANK"] = str((BAD + 1) % WORLD)')
+_add("world_size_too_large", "start", "", "WORLD_SIZE|world size|never started|no process",
+     guilty="absent", top='os.environ["WORLD_SIZE"] = str(WORLD + 1)')
+_add("wrong_port", "start", "", "port|PORT|store|connect", sides=True,
+     top='if bad:\n    os.environ["MASTER_PORT"] = str(PORT)')
+_add("store_gone", "start", "", "store|ended|exit", bad=0,
+     init='os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)\n'
+     'dist.init_process_group("{backend}", timeout=timeout, rank=LOCAL_RANK, world_size=WORLD,\n'
+     '    init_method=f"tcp://127.0.0.1:{PORT}")',
+     end="if bad:\n    os._exit(0)\ntime.sleep(1)\ndist.new_group(list(range(1, size)))")
+
+# -- slowness ------------------------------------------------------------------------------------
+_add("pause", "slow", "slow rank", before="if now:\n    time.sleep(4)")
+_add("garbage_collection", "slow", "slow rank", "garbage|gc", steps=8,
+     setup="heap = [{step: [step]} for step in range(400_000)] if bad else []",
+     before="if bad:\n    gc.collect()")
+_add("slow_rank", "slow", "slow rank", steps=8, before="time.sleep(0.4 if bad else 0.01)")
+_add("slow_link", "slow", "slow transfer", steps=8, nobody=True, backends=("shm",),
+     top="""
+if bad:
+    from gradwire.shm.memory.group_semaphores import Semaphores
+    post = Semaphores.post
+    def late(self, peers):
+        time.sleep(0.03)
+        post(self, peers)
+    Semaphores.post = late
+""",
+     after="dist.barrier()\ndist.all_reduce(torch.ones(1 << 19))")
+_add("no_accident", "slow", "nothing", guilty="none", nobody=True, harmless=True)
+# fmt: on
