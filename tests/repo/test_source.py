@@ -26,3 +26,24 @@ def test_tensors_do_not_follow_the_default_dtype() -> None:
             if of_torch and node.func.attr in MAKERS and given.isdisjoint({"dtype", None}):
                 without.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert [line for line in without if line.split(":")[0] not in EXEMPT] == []
+
+
+FACES = frozenset({"recorder.trace", "recorder.verdict", "tuning.plan"})
+"""Subpackages that other packages load when they need them, beside the packages themselves."""
+
+
+def test_packages_import_each_other_through_their_faces() -> None:
+    """A package's modules may change as long as the names in its `__init__` stay."""
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    past = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            imported = node.module.removeprefix("gradwire.")
+            package, _, module = imported.partition(".")
+            foreign = package in packages and package != name.split("/")[0]
+            if module not in ("", "__main__") and foreign and imported not in FACES:
+                past.append(f"{name}:{node.lineno}: from {node.module}")
+    assert [line for line in past if line.split(":")[0] != "cost_model.py"] == []

@@ -8,8 +8,11 @@ from gradwire.check import data_checks as _data
 from gradwire.check import gradient_checks as _gradients
 from gradwire.check import state_checks as _state
 from gradwire.check.observer import Observer
+from gradwire.check.program import Outcome as Outcome
+from gradwire.check.program import run_checked as run_checked
 from gradwire.check.run import Check, Finding, Run, choose, conclude
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = ["CHECKS", "Check", "Finding", "Observer", "Run", "choose", "conclude"]
 
 CHECKS: tuple[Check, ...] = (

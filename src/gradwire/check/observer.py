@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gradwire._containers import tensors_in
 from gradwire._scope import runs_outside_contexts
-from gradwire.recorder.lines import is_users
+from gradwire.recorder import is_users
 
 LIMIT_PREFIX = "limit-"
 """Beginning of the name of a file that a rank makes after the last step that is observed."""

@@ -13,8 +13,7 @@ import click
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
-    from gradwire.check import Finding
-    from gradwire.check.program import Outcome
+    from gradwire.check import Finding, Outcome
 
 _FOUND = 1
 _FAILED = 2
@@ -88,7 +87,7 @@ def check(
         raise click.UsageError("PROGRAM is missing: pass a Python file, or -m and a module")
     if not module and not Path(program[0]).is_file():
         raise click.UsageError(f"PROGRAM is {program[0]!r}, which is not a file: pass its path")
-    from gradwire.check.program import run_checked
+    from gradwire.check import run_checked
 
     outcome = run_checked(["-m"] * module + list(program), nproc_per_node, steps, timeout)
     findings = conclude(outcome.run, checks)

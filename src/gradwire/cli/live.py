@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.black_box import PREFIX
-from gradwire.recorder.kernel import describe
-from gradwire.recorder.requests import REQUEST, await_answers, modified, processes_in
+from gradwire.recorder import PREFIX, REQUEST, await_answers, describe, modified, processes_in
 
 ALL = "all"
 _PROC = Path("/proc")

@@ -17,9 +17,8 @@ if TYPE_CHECKING:  # imported when the command runs, so that --help does not imp
     from torch import nn
     from torch.optim import Optimizer
 
-    from gradwire.tuning.candidates import Candidate
-    from gradwire.tuning.plan.predict import Row
-    from gradwire.tuning.plan.profile import Profile
+    from gradwire.tuning import Candidate
+    from gradwire.tuning.plan import Profile, Row
 
     Made: TypeAlias = tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]
 
@@ -110,9 +109,8 @@ def plan(
     import torch
     from rich.console import Console
 
-    from gradwire.tuning.candidates import PLAIN, candidate
-    from gradwire.tuning.plan.profile import load_factory
-    from gradwire.tuning.plan.report import draw, table
+    from gradwire.tuning import PLAIN, candidate
+    from gradwire.tuning.plan import draw, load_factory, table
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -145,8 +143,8 @@ def _predicted(
     ranks: Sequence[int],
 ) -> list[Row]:
     """Return a row for each link, of a rate in Mbit/s and a latency in s, and number of ranks."""
-    from gradwire.tuning.cost_model import Cluster, Link
-    from gradwire.tuning.plan.predict import measure, predict
+    from gradwire.tuning import Cluster, Link
+    from gradwire.tuning.plan import measure, predict
 
     speeds = measure(found, candidates)
     return [
@@ -160,7 +158,7 @@ def _profile(
     factory: str, made: Made, forward_ms: float | None, backward_ms: float | None
 ) -> Profile:
     """Return the measured profile, or one with the given times."""
-    from gradwire.tuning.plan.profile import given, profile
+    from gradwire.tuning.plan import given, profile
 
     model, inputs, optimizer = made
     if backward_ms is not None:
@@ -174,7 +172,7 @@ def _here(
     """Return the profile, and on rank 0 the row of the measured link."""
     import torch.distributed as dist
 
-    from gradwire.tuning.plan.predict import predict_here, profile_here
+    from gradwire.tuning.plan import predict_here, profile_here
 
     model, inputs, optimizer = made
     inputs = _inputs(factory, inputs)

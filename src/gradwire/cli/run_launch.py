@@ -28,8 +28,7 @@ from torch.distributed.run import determine_local_world_size, run
 from gradwire._limits import oom_kills
 from gradwire._processes import state_of_pid
 from gradwire.errors import ArgumentError
-from gradwire.recorder.black_box import FIRST, PREFIX
-from gradwire.recorder.requests import REQUEST, await_answers
+from gradwire.recorder import FIRST, PREFIX, REQUEST, await_answers
 
 FOLDER = "gradwire-recorder-"
 """Prefix of the temporary folder of a run's dumps, which is kept after a failure."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that its help does not i
     from rich.console import Console
     from rich.table import Table
 
-    from gradwire.recorder.trace.summary import Summary
+    from gradwire.recorder.trace import Summary
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _SHOWN = 5  # number of buckets shown
@@ -46,8 +46,7 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
         raise click.UsageError(f"--png is {str(png)!r}: pass a file name that ends with .png")
     from rich.console import Console
 
-    from gradwire.recorder.trace.render import draw, page_of
-    from gradwire.recorder.trace.summary import read_trace, summarize
+    from gradwire.recorder.trace import draw, page_of, read_trace, summarize
 
     try:
         data = read_trace(trace)
@@ -87,7 +86,7 @@ def _show(console: Console, summary: Summary) -> None:
 
 
 def _ranks(summary: Summary) -> Table:
-    from gradwire.recorder.trace.summary import HEADINGS, row_of
+    from gradwire.recorder.trace import HEADINGS, row_of
 
     table = _table(*HEADINGS)
     for rank in summary.ranks:

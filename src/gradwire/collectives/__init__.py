@@ -1,5 +1,7 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
+from gradwire.collectives.arguments import check_dense as check_dense
+from gradwire.collectives.autograd import unstack as unstack
 from gradwire.collectives.consistency import checks
 from gradwire.collectives.handles import Handle
 from gradwire.collectives.ops.all_gather_reduce_scatter import (
@@ -24,7 +26,9 @@ from gradwire.collectives.ops.point_to_point import barrier, recv, send, send_re
 from gradwire.collectives.ops.prefix import exscan, scan
 from gradwire.collectives.ops.statistics import logsumexp, mean, norm, softmax, var
 from gradwire.collectives.reduce_ops import Premul
+from gradwire.collectives.wire import backend_of as backend_of
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "Handle",
     "Premul",

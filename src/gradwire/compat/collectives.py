@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gradwire import collectives as ours
-from gradwire.collectives.arguments import check_dense
-from gradwire.collectives.autograd import unstack
+from gradwire.collectives import check_dense, unstack
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
 from gradwire.errors import ArgumentError

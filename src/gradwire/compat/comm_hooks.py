@@ -16,6 +16,7 @@ from gradwire.compat.error_messages import RefusedError
 from gradwire.errors import DistributedError, HookError
 from gradwire.hooks import (
     CommHook,
+    DelegatingHook,
     GradBucket,
     HookReturn,
     StatefulHook,
@@ -23,7 +24,6 @@ from gradwire.hooks import (
     check_hook,
     hook_name,
 )
-from gradwire.hooks.stateful import DelegatingHook
 
 BUCKETS = (dist.GradBucket, GradBucket, Any)
 RETURNS = (torch.futures.Future[Tensor], torch.futures.Future[Any], HookReturn, Any)

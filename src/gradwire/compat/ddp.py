@@ -36,9 +36,7 @@ from gradwire.compat.error_messages import (
     unfinished_reduction,
 )
 from gradwire.compat.replacements import Replacement
-from gradwire.ddp.buckets.hook_state import Layout
-from gradwire.ddp.hook_handles import WeakHook
-from gradwire.ddp.join import ShadowHook, agree_on_rank
+from gradwire.ddp import Layout, ShadowHook, WeakHook, agree_on_rank
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError, ReductionError
 
 BROADCAST_BYTES = 250 << 20

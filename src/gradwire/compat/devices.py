@@ -15,9 +15,7 @@ from torch.nn import Module
 from gradwire import devices as ours
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
-from gradwire.devices.copying import HOST
-from gradwire.devices.placement import Device, default_devices
-from gradwire.devices.scatter_gather import SCALARS_WARNING
+from gradwire.devices import HOST, SCALARS_WARNING, Device, default_devices
 
 T = TypeVar("T")
 

@@ -1,13 +1,31 @@
 """Data parallelism over processes: DistributedDataParallel, the reducer, coalesced broadcast."""
 
 from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.buckets.hook_state import Layout as Layout
+from gradwire.ddp.buckets.hook_state import Part as Part
+from gradwire.ddp.buckets.hook_state import has_state as has_state
+from gradwire.ddp.buckets.hook_state import load_state as load_state
+from gradwire.ddp.buckets.hook_state import rekey as rekey
+from gradwire.ddp.buckets.hook_state import save_state as save_state
 from gradwire.ddp.distributed_data_parallel import DistributedDataParallel
+from gradwire.ddp.faults.fault_domain import FaultDomain as FaultDomain
+from gradwire.ddp.faults.other_messages import LOST as LOST
+from gradwire.ddp.faults.waiting import wait_future as wait_future
+from gradwire.ddp.faults.waiting import wait_work as wait_work
+from gradwire.ddp.group import broadcast_options as broadcast_options
+from gradwire.ddp.hook_handles import WeakHook as WeakHook
+from gradwire.ddp.join import ShadowHook as ShadowHook
+from gradwire.ddp.join import agree_on_rank as agree_on_rank
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.precision import MixedPrecision
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
+from gradwire.ddp.verify import describe as describe
+from gradwire.ddp.verify import digest as digest
+from gradwire.ddp.verify import verify_same as verify_same
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "BucketLog",
     "DistributedDataParallel",

@@ -31,8 +31,7 @@ from gradwire.ddp.layouts import (
     resize_compressed,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
-from gradwire.shm.group.process_group import Operations
-from gradwire.shm.register import member_of
+from gradwire.shm import Operations, member_of
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20

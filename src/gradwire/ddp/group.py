@@ -12,7 +12,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire.errors import DistributedError
 from gradwire.recorder import failed
-from gradwire.shm.register import member_of
+from gradwire.shm import member_of
 
 
 def broadcast_options(root: int) -> BroadcastOptions:

@@ -27,8 +27,7 @@ from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.registered_hook import Change, RegisteredHook
 from gradwire.ddp.verify import Replicas, describe, verify_same
-from gradwire.hooks import CommHook, StatefulHook
-from gradwire.hooks.stateful import group_from, name_if_group
+from gradwire.hooks import CommHook, StatefulHook, group_from, name_if_group
 
 NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicas")
 """Attributes recreated for the parameters of a copy."""

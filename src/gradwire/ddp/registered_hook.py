@@ -20,10 +20,11 @@ from gradwire.hooks import (
     bind_hook,
     fp16,
     get_hook,
+    group_from,
+    name_if_group,
+    with_buffer,
     wrap,
 )
-from gradwire.hooks.bucket import with_buffer
-from gradwire.hooks.stateful import group_from, name_if_group
 
 Change = Callable[[GradBucket], None]
 """Function that changes a bucket's gradients in place."""

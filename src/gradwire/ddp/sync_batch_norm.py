@@ -16,7 +16,7 @@ from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
 from gradwire.ddp.faults.other_messages import wait_for_hook
 from gradwire.errors import ArgumentError
-from gradwire.hooks.stateful import group_from, name_if_group
+from gradwire.hooks import group_from, name_if_group
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -7,9 +7,13 @@ from gradwire.devices.broadcast_reduce import (
     reduce_add,
     reduce_add_coalesced,
 )
+from gradwire.devices.copying import HOST as HOST
 from gradwire.devices.data_parallel import DataParallel, data_parallel
 from gradwire.devices.parallel_apply import parallel_apply
+from gradwire.devices.placement import Device as Device
+from gradwire.devices.placement import default_devices as default_devices
 from gradwire.devices.replicate import replicate
+from gradwire.devices.scatter_gather import SCALARS_WARNING as SCALARS_WARNING
 from gradwire.devices.scatter_gather import (
     gather,
     gather_nested,
@@ -18,6 +22,7 @@ from gradwire.devices.scatter_gather import (
     scatter_nested,
 )
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "DataParallel",
     "broadcast",

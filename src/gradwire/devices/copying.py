@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _memory
-from gradwire.buckets.pack import views
-from gradwire.buckets.plan import plan_buckets
+from gradwire.buckets import plan_buckets, views
 from gradwire.devices.placement import own_place
 
 HOST = torch.device("cpu")

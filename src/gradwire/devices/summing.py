@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _memory
-from gradwire.buckets.pack import memory_strides, views
+from gradwire.buckets import memory_strides, views
 from gradwire.devices.copying import buckets_of, copy_to, local, packed
 
 PIECE = 2 << 20

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.buckets import views
-from gradwire.buckets.pack import is_as_read
+from gradwire.buckets import is_as_read, views
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
-from gradwire.buckets.pack import flatten
+from gradwire.buckets import flatten
 from gradwire.errors import HookError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.stateful import StatefulHook, hook_name, tensor_in

@@ -11,9 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire._engine_errors import backend_failure, is_over, is_transport
-from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.other_messages import LOST
-from gradwire.ddp.faults.waiting import wait_future
+from gradwire.ddp import LOST, FaultDomain, wait_future
 from gradwire.errors import ArgumentError, DistributedError, HookError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, hook_name, parse_hook_result
 

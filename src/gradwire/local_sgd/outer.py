@@ -18,13 +18,28 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from gradwire._groups import check_group, check_lasting, default_group
-from gradwire.ddp import broadcast_coalesced
-from gradwire.ddp.buckets.hook_state import Part, has_state, load_state, rekey, save_state
-from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.verify import describe, verify_same
+from gradwire.ddp import (
+    FaultDomain,
+    Part,
+    broadcast_coalesced,
+    describe,
+    has_state,
+    load_state,
+    rekey,
+    save_state,
+    verify_same,
+)
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook, hook_name
-from gradwire.hooks.stateful import group_from, name_if_group, run_in_group
+from gradwire.hooks import (
+    CommHook,
+    all_reduce,
+    bind_hook,
+    get_hook,
+    group_from,
+    hook_name,
+    name_if_group,
+    run_in_group,
+)
 from gradwire.local_sgd.exchange import Exchange, Reduction, assign_fragments, due
 from gradwire.local_sgd.parameters import Named, TrackedParameters
 from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.buckets.hook_state import Part
+from gradwire.ddp import Part
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import GradBucket
 

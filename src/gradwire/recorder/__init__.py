@@ -4,10 +4,14 @@ Recording is always on. `start` or GRADWIRE_RECORDER sets the directory of dumps
 format of torch's flight recorder, and `gradwire explain` reads them.
 """
 
+from gradwire.recorder.black_box import FIRST as FIRST
+from gradwire.recorder.black_box import PREFIX as PREFIX
 from gradwire.recorder.black_box import handle_signal
 from gradwire.recorder.control import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
+from gradwire.recorder.kernel import describe as describe
+from gradwire.recorder.lines import is_users as is_users
 from gradwire.recorder.recording import (
     BucketRecord,
     Entry,
@@ -17,9 +21,14 @@ from gradwire.recorder.recording import (
     record_start,
     ring,
 )
+from gradwire.recorder.requests import REQUEST as REQUEST
+from gradwire.recorder.requests import await_answers as await_answers
+from gradwire.recorder.requests import modified as modified
+from gradwire.recorder.requests import processes_in as processes_in
 from gradwire.recorder.trace import start_from_environment as start_timeline
 from gradwire.recorder.trace import timeline
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "BucketRecord",
     "Entry",

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks import (
+    COMPRESSING,
     Collective,
     CommHook,
     Compressor,
@@ -25,12 +26,11 @@ from gradwire.hooks import (
     StatefulHook,
     Wire,
     all_reduce,
+    as_real,
     bf16,
     bind_hook,
     fp16,
 )
-from gradwire.hooks.compression.compressor import as_real
-from gradwire.hooks.registry import COMPRESSING
 from gradwire.tuning.cost_model import Cost
 
 PLAIN = "all_reduce"

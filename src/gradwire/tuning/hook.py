@@ -16,8 +16,15 @@ from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
 from gradwire.errors import ArgumentError
-from gradwire.hooks import Compressor, GradBucket, HookReturn, StatefulHook, all_reduce
-from gradwire.hooks.stateful import group_from, name_if_group
+from gradwire.hooks import (
+    Compressor,
+    GradBucket,
+    HookReturn,
+    StatefulHook,
+    all_reduce,
+    group_from,
+    name_if_group,
+)
 from gradwire.tuning.candidates import (
     PLAIN,
     Candidate,

@@ -29,7 +29,7 @@ from gradwire.cli.demo.train import (
     wrap_torch,
 )
 from gradwire.cli.launch import RankEnv, Send, join_group
-from gradwire.collectives.wire import backend_of
+from gradwire.collectives import backend_of
 
 _WARM_UP_ROUNDS = 15  # first steps allocate memory and rebuild buckets
 TIMED_ROUNDS = 100

@@ -21,7 +21,7 @@ import torch
 
 from gradwire._limits import check_available, cores
 from gradwire._torch import NEWEST_TESTED
-from gradwire.shm.register import is_available, with_shm
+from gradwire.shm import is_available, with_shm
 
 GOOD, WARN, BAD = "ok", "warning", "problem"
 _DESCRIPTORS_A_RANK = 64  # per group; each peer needs a socket and descriptors of its memory

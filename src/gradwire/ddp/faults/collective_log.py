@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.ddp.faults.waiting import InFlight, work_in_flight
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
-from gradwire.shm.group.process_group import Operations
-from gradwire.shm.register import member_of
+from gradwire.shm import Operations, member_of
 
 Entry = list[Any]
 """Collective as JSON: [op, root, number of the reduce op, lists of tensors].

@@ -28,7 +28,7 @@ from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
 from gradwire.ddp.faults.waiting import first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
 from gradwire.recorder import failed
-from gradwire.shm.register import member_of
+from gradwire.shm import member_of
 
 RESYNC_POLL_SECONDS = 2e-3
 _DOMAINS: weakref.WeakKeyDictionary[ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()

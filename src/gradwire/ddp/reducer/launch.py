@@ -31,8 +31,7 @@ from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, w
 from gradwire.ddp.reducer.streams import WITH_STREAMS, current_stream, follow
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
-from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
-from gradwire.hooks.averaging import SparseSum
+from gradwire.hooks import GradBucket, SparseSum, StatefulHook, as_future, parse_hook_result
 from gradwire.recorder import BucketRecord
 
 

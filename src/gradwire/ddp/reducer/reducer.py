@@ -37,8 +37,7 @@ from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.usage import Usage, accumulation_node
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
-from gradwire.hooks.stateful import run_in_group
+from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name, run_in_group
 
 
 class Reducer:

@@ -13,8 +13,7 @@ from gradwire.elastic.members.monitor import Monitor
 from gradwire.elastic.members.waiting import means_a_loss
 from gradwire.elastic.protocol import Decision
 from gradwire.errors import DistributedError, PeerLostError
-from gradwire.shm.meeting.rendezvous import Listener
-from gradwire.shm.register import is_available
+from gradwire.shm import Listener, is_available
 
 
 def make_listener(backend: str) -> Listener | None:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from gradwire._groups import destroy_in_thread, keep_store
 from gradwire._processes import Deadline
-from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp import FaultDomain
 from gradwire.elastic.members.sockets import (
     listening_port,
     own_connection,
@@ -32,9 +32,14 @@ from gradwire.elastic.members.sockets import (
     sockets,
 )
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
-from gradwire.shm.group.process_group import ShmProcessGroup, join
-from gradwire.shm.meeting.rendezvous import Listener, connect_by_name, report_absent
-from gradwire.shm.register import is_available
+from gradwire.shm import (
+    Listener,
+    ShmProcessGroup,
+    connect_by_name,
+    is_available,
+    join,
+    report_absent,
+)
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01

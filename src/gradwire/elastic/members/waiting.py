@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch.distributed import DistError, Work
 
 from gradwire._engine_errors import is_transport
-from gradwire.ddp.faults.waiting import wait_work
+from gradwire.ddp import wait_work
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gradwire.ddp.verify import digest
+from gradwire.ddp import digest
 from gradwire.elastic.members import Runtime, barrier, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.training import transfer
 from gradwire.elastic.training.gradients import Contribution, TreeSum

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.optim import Optimizer
 
 from gradwire._torch import ALL_GATHER_SINGLE
-from gradwire.ddp.group import broadcast_options
+from gradwire.ddp import broadcast_options
 from gradwire.elastic.members import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
