@@ -21,7 +21,7 @@ class Turn(Generic[Sharer]):
 
     Attributes:
         taken: True if the position is known, or no backward is running.
-        predecessors: Those that send their buckets first.
+        predecessors: Reducers that send their buckets first.
     """
 
     def __init__(self) -> None:
