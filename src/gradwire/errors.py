@@ -129,7 +129,10 @@ class ReductionError(DistributedError):
 
 
 class BrokenGroupError(DistributedError):
-    """The group's ranks are out of step after an error and cannot be resynchronized."""
+    """The group cannot be used any more: it failed before, or was destroyed or aborted.
+
+    After an error, its ranks may be out of step in a way that cannot be resynchronized.
+    """
 
 
 class RunOverError(DistributedError):

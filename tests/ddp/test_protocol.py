@@ -167,7 +167,7 @@ class Model:
         return any(other.fate and who not in there for who, other in enumerate(w.ranks))
 
     def _level(self, rank, diverged):
-        """All ranks are level; as `FaultDomain.poll` and `FaultDomain.recover` have it."""
+        """All ranks are level, as in `FaultDomain.poll` and `FaultDomain.report_interrupted`."""
         rank = replace(rank, own=None)
         if rank.state in (S.INTERRUPTED, S.UNDECIDED):
             untold = not diverged and rank.state is S.UNDECIDED

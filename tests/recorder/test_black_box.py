@@ -140,7 +140,7 @@ def test_errors_with_unusual_attributes_are_recorded(tmp_path):
     def main():
         had = len(noted.events)
         for error in (OfTheUser(None), OfTheUser(3), OfTheUser([torch.ones(2)]), Speechless()):
-            noted.failed(error, kind="uncaught")
+            noted.record_error(error, kind="uncaught")
         return load(recorder.dump(tmp_path))["gradwire"]["events"][had:]
 
     (found,) = run_ranks(main, world_size=1, backend="shm")
@@ -156,8 +156,8 @@ def test_each_error_is_recorded_once_even_at_a_reused_address():
             try:
                 raise RuntimeError(number)
             except RuntimeError as error:
-                noted.failed(error)
-                noted.failed(error)
+                noted.record_error(error)
+                noted.record_error(error)
         return [event.message for event in noted.events]
 
     assert run_ranks(main, world_size=1, backend="shm") == [["0", "1", "2", "3"]]
@@ -216,7 +216,7 @@ def test_raising_signal_handler_does_not_stop_a_dump(tmp_path):
         black_box.pickle.dumps = interrupted
         try:
             error = ValueError("the program's")
-            noted.failed(error, kind="uncaught")
+            noted.record_error(error, kind="uncaught")
         finally:
             black_box.pickle.dumps = write
             recorder.stop()

@@ -16,14 +16,14 @@ from gradwire.errors import ArgumentError, DistributedError, MismatchError, Peer
 from gradwire.shm import Options
 from gradwire.shm.hierarchy import mpi
 from gradwire.shm.hierarchy.mpi import MpiEngine
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 TWO = (2, 2)
 
 
 def engine_of(group):
-    return member_of(group)._group.state.transport._engine
+    return shm_backend_of(group)._group.state.transport._engine
 
 
 def messages():

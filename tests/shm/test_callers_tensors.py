@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 COUNT = 50
@@ -34,7 +34,7 @@ def shrink(tensors):
 
 def operations(world):
     """Each gives what it sends, what it fills, its handle, and what its results must become."""
-    rank, group = dist.get_rank(), member_of(dist.group.WORLD)
+    rank, group = dist.get_rank(), shm_backend_of(dist.group.WORLD)
     values = [[torch.arange(COUNT) + 100.0 * r + 1000 * i for i in range(world)] for r in (0, 1)]
     firsts = [blocks[0] for blocks in values]
     mine = [blocks[rank] for blocks in values]

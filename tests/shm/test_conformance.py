@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire._torch import PYTHON_BACKENDS, is_done
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts, why_no_hosts
 
@@ -148,7 +148,7 @@ def streamed():
         options.rootRank = root
         versions = [t._version for t in lists[rank]]
         # not through torch's dispatcher, which gives copies of what is conjugated
-        member_of(dist.group.WORLD).broadcast(lists[rank], options).wait()
+        shm_backend_of(dist.group.WORLD).broadcast(lists[rank], options).wait()
         for got, expected, before in zip(lists[rank], lists[root], versions, strict=True):
             equal(got.detach(), expected.detach())
             assert not got.numel() or (got._version > before) == (rank != root)

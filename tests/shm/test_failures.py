@@ -26,7 +26,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm.memory import segment
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy
@@ -254,7 +254,7 @@ def beside_a_stopped_rank(kind, amid):
     dist.all_gather_object(pids, os.getpid(), group=control)
     call = collectives(300_000)[kind]
     call()
-    member_of(dist.group.WORLD).set_timeout(timedelta(seconds=STOPPED_S))
+    shm_backend_of(dist.group.WORLD).set_timeout(timedelta(seconds=STOPPED_S))
     if rank == 1 and amid:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     elif rank == 1:

@@ -30,7 +30,7 @@ from gradwire.errors import (
 )
 from gradwire.shm.meeting.forming import Forming, of_ranks
 from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
-from gradwire.shm.register import make_backend, member_of
+from gradwire.shm.register import make_backend, shm_backend_of
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0
@@ -122,7 +122,7 @@ def spins_when_pinned(cores: list[int]) -> bool:
     try:
         group = dist.new_group(backend="shm")
         dist.barrier(group)
-        return member_of(group)._group.state._spins > 1
+        return shm_backend_of(group)._group.state._spins > 1
     finally:
         os.sched_setaffinity(0, usable)
 
@@ -143,7 +143,9 @@ def messages_when_pinned(cores: list[int]) -> list[bool]:
                 assert (received == peer * 10.0 + rank).all()
             for work in sent:
                 work.wait()
-        rings = [member_of(group)._group.messages.incoming[peer]._arrivals.ring for peer in others]
+        rings = [
+            shm_backend_of(group)._group.messages.incoming[peer]._arrivals.ring for peer in others
+        ]
         return [ring._filled._spins > 1 for ring in rings]
     finally:
         os.sched_setaffinity(0, usable)

@@ -31,7 +31,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import Options
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts, why_no_hosts
 
@@ -185,7 +185,7 @@ def test_a_rank_that_leaves_is_noticed_on_every_host():
 
 def late():
     group = dist.new_group(backend="shm", pg_options=Options(host=names(TWO)[dist.get_rank()]))
-    member_of(group).set_timeout(timedelta(seconds=0.5))
+    shm_backend_of(group).set_timeout(timedelta(seconds=0.5))
     if dist.get_rank() == 3:
         return "late"
     with pytest.raises(DistributedError) as caught:
@@ -427,7 +427,7 @@ def wrong_messages():
     with pytest.raises(ArgumentError, match="tag is -1"):
         dist.group.WORLD.send([x], 1 - dist.get_rank() % 2, -1)
     with pytest.raises(ArgumentError, match="dst is rank"):
-        member_of(dist.group.WORLD).send([x], dist.get_rank(), 0)
+        shm_backend_of(dist.group.WORLD).send([x], dist.get_rank(), 0)
 
 
 def test_invalid_messages():

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 SOON_S = 10.0
@@ -94,7 +94,7 @@ def submitted_while_destroyed():
     for attempt in range(10):
         group, started, works = dist.new_group(backend="shm"), threading.Event(), []
         # not by torch's own object, which must not be used while another thread destroys it
-        member = member_of(group)
+        member = shm_backend_of(group)
 
         def submit(member=member, works=works, started=started):
             while True:
@@ -129,7 +129,7 @@ def aborted():
         group = dist.new_group(backend="shm")
         dist.all_reduce(torch.ones(300_000), group=group, async_op=True).wait()
         dist.barrier()
-        member_of(group).abort()
+        shm_backend_of(group).abort()
         dist.barrier()
         with pytest.raises(BrokenGroupError, match="aborted"):
             group.allreduce([torch.ones(3)]).wait()
@@ -182,7 +182,7 @@ def crowded_send():
     """A message whose descriptor the kernel does not take at once is late; no rank is lost."""
     group, x = dist.group.WORLD, torch.ones(100_000)
     if dist.get_rank() == 0:
-        links = member_of(group)._group.state.links
+        links = shm_backend_of(group)._group.state.links
         socket, refusals = links._peers[1], [1, 2, 3]
 
         class Reluctant:

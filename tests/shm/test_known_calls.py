@@ -13,7 +13,7 @@ from gradwire.errors import ArgumentError, MismatchError
 from gradwire.recorder.flight_record import flight_record
 from gradwire.shm.algorithms.arithmetic import OPS, check_reduction
 from gradwire.shm.memory.header import DTYPES
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 SHAPES = [(), (1,), (7,), (3, 1, 2), (0, 3)]
@@ -42,7 +42,7 @@ def prepared_beside_ordinary():
             dist.all_reduce(gaps, op)
             assert str(x.tolist()) == str(gaps.tolist()), (shape, dtype, op)
         assert x._version >= version + 3 or not x.numel()
-    assert member_of(dist.group.WORLD)._group.known._of
+    assert shm_backend_of(dist.group.WORLD)._group.known._of
 
 
 @pytest.mark.narrow({"world": 2})
@@ -52,7 +52,7 @@ def test_cached_calls_give_the_same_bits(world):
 
 
 def after_one_another():
-    group = member_of(dist.group.WORLD)
+    group = shm_backend_of(dist.group.WORLD)
     most = group._group.state.inline_bytes // 4
     for _ in range(2):
         assert not any(group._group.known._of.values())

@@ -30,7 +30,7 @@ from gradwire.errors import (
 from gradwire.shm.meeting import links as links_module
 from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.meeting.regions import Regions
-from gradwire.shm.register import make_backend, member_of
+from gradwire.shm.register import make_backend, shm_backend_of
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy
@@ -146,7 +146,7 @@ def short_of(what):
     deadline = time.monotonic() + 5
     while (
         dist.get_rank() == 1
-        and not member_of(group)._group.state.links.lost
+        and not shm_backend_of(group)._group.state.links.lost
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.shm.memory.group_segment import PLACE_BYTES, Placement
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.shm.runtime import sync
 from gradwire.shm.runtime.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
 from gradwire.testing import run_ranks
@@ -68,7 +68,7 @@ def waits_on_one_core(core: int) -> bool:
     """Whether, in a group of spinning ranks, what was sent arrives when both are on one core."""
     group = dist.new_group(backend="shm")
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    state = member_of(group)._group.state
+    state = shm_backend_of(group)._group.state
     assert state._spins == sync._SPINS
     dist.barrier()
     with pinned_to(core):

@@ -30,7 +30,7 @@ from gradwire.shm.messages import arrivals, message_ring, outgoing
 from gradwire.shm.messages.incoming import Incoming
 from gradwire.shm.messages.mailbox import Mailbox
 from gradwire.shm.messages.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 SIZES = (0, 1, 7, 1000, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES, 3 * RING_BYTES + 5)
@@ -62,7 +62,10 @@ def store_of_the_group():
 @contextmanager
 def taking_nothing(source):
     """Whatever this rank is sent by `source` meanwhile stays in the ring, and with the links."""
-    incoming, turn = member_of(dist.group.WORLD)._group.messages.incoming[source], threading.Lock()
+    incoming, turn = (
+        shm_backend_of(dist.group.WORLD)._group.messages.incoming[source],
+        threading.Lock(),
+    )
     with turn:
         while not incoming._enter(turn):  # the links' thread looks, for a moment
             time.sleep(0.001)
@@ -372,7 +375,7 @@ def at_the_end_of_a_wait(patch):
 def amid_a_look(patch):
     """What another thread asked it to look for meanwhile is found."""
     incoming, take_all = (
-        member_of(dist.group.WORLD)._group.messages.incoming[0],
+        shm_backend_of(dist.group.WORLD)._group.messages.incoming[0],
         arrivals.Arrivals.take_all,
     )
     future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
@@ -400,7 +403,7 @@ def as_nobody_wants(patch):
         futures.append(dist.irecv(torch.zeros(1), 0, tag=2).get_future())
         want(ring, wanted)
 
-    incoming = member_of(dist.group.WORLD)._group.messages.incoming[0]
+    incoming = shm_backend_of(dist.group.WORLD)._group.messages.incoming[0]
     patch.setattr(MessageRing, "want", handled)
     incoming.unwant(None)
     store_of_the_group().set("wanted", "")
@@ -522,10 +525,10 @@ def leaves_after_messages():
         store.wait(["waits"], timedelta(seconds=20))
         for tag in (1, 2):
             dist.send(torch.full((1,), float(tag)), 0, group=group, tag=tag)
-        member_of(group).shutdown()
+        shm_backend_of(group).shutdown()
         return []
     dist.recv(torch.zeros(1), 1, group=group)
-    links, wait = member_of(group)._group.state.links, MessageRing.wait
+    links, wait = shm_backend_of(group)._group.state.links, MessageRing.wait
 
     def late(ring, seconds):
         store.set("waits", "")
@@ -556,11 +559,11 @@ def received_from_any_rank_as_all_leave():
         store.wait(["known"], timedelta(seconds=20))
         if rank == 2:
             dist.send(x * 10, 0, group=group)
-        member_of(group).shutdown()
+        shm_backend_of(group).shutdown()
         return None
     for source in (1, 2):
         dist.recv(x, source, group=group)
-    links, look = member_of(group)._group.state.links, Incoming.poll
+    links, look = shm_backend_of(group)._group.state.links, Incoming.poll
     looks = threading.Event()
 
     def late(incoming):
@@ -802,7 +805,7 @@ def test_the_patience_is_not_for_each_message():
 
 
 def aborted_before_it_is_posted(src):
-    group = member_of(dist.group.WORLD)
+    group = shm_backend_of(dist.group.WORLD)
     if dist.get_rank() == 1:
         store_of_the_group().wait(["over"], timedelta(seconds=20))
         return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire.shm.algorithms import group_state, reduce
 from gradwire.shm.meeting.regions import RINGS
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 BYTES = reduce._UNCUT_BYTES
@@ -89,7 +89,7 @@ def reduce_through(number, count):
         assert torch.equal(out, whole[rank * each :][:each])
     finally:
         group_state.ring_for = chosen
-    return list(member_of(dist.group.WORLD)._group.state._staging)
+    return list(shm_backend_of(dist.group.WORLD)._group.state._staging)
 
 
 @pytest.mark.parametrize("number", range(len(RINGS)))

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradwire.shm
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
-from gradwire.shm.register import member_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 
 def mistakes():
     """Calls that all ranks get wrong alike, and their errors."""
     # the methods themselves: torch 2.15's own face refuses some before it calls them
-    world, group = dist.get_world_size(), member_of(dist.group.WORLD)
+    world, group = dist.get_world_size(), shm_backend_of(dist.group.WORLD)
     with FakeTensorMode():
         fake = torch.ones(3)
     x, overlapping = torch.ones(4), torch.ones(1).expand(4)

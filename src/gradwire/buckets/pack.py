@@ -63,15 +63,15 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
     """Return views into a packed buffer, one for each tensor of `like`, with its shape.
 
     Args:
-        buffer: 1-d, as `pack` makes it for tensors like these; of several dtypes contiguous.
-        like: Tensors that tell shapes and dtypes; their values are not read.
+        buffer: 1-d buffer in the layout of `pack`; contiguous if the dtypes differ.
+        like: Tensors with the shapes and dtypes of the views; their values are not read.
         keep_strides: Give a view its tensor's strides where those leave no gaps. The elements then
             lie in that tensor's memory order: only for buffers whose readers have the same strides.
 
     Returns:
         Views, in order, contiguous if the buffer is, unless `keep_strides`. Writing to one writes
         to the buffer. In a buffer of bytes that holds several dtypes each has its tensor's dtype;
-        otherwise all have the buffer's, which may be another (gradients that travel compressed).
+        otherwise all have the buffer's, which may be another (gradients sent in a compressed dtype).
 
     Raises:
         ArgumentError: The buffer is shorter than what `pack` makes for such tensors, or its bytes
@@ -119,7 +119,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     Args:
         tensors: On one device; any shapes (zero-size and 0-d too), any strides, any dtypes. With
             one dtype the buffer has that dtype and no gaps; with several it is uint8.
-        out: The buffer to fill, 1-d and at least as long as needed; made if None.
+        out: Buffer to fill, 1-d and at least as long as needed; allocated if None.
 
     Returns:
         The buffer. `unpack` and `views` read it.
@@ -135,7 +135,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         if t.device != tensors[0].device:
             raise ArgumentError(
                 f"tensors[{i}] is on {t.device}, tensors[0] on {tensors[0].device}: "
-                "pack the tensors of each device apart"
+                "pack the tensors of each device separately"
             )
     dtype, _, length = _placement(tensors)
     if out is None:

@@ -18,9 +18,9 @@ class BucketPlan:
     """An assignment of tensors to buckets.
 
     Attributes:
-        buckets: For each bucket, the indices of its tensors, in the order they lie in it.
-        limits: For each bucket, the size limit in bytes that was in force when it was closed;
-            0 for a bucket without one (a tensor that travels alone).
+        buckets: For each bucket, the indices of its tensors, in buffer order.
+        limits: For each bucket, the size limit in bytes that applied when it was closed; 0
+            for a bucket of one tensor that is sent alone.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ def plan_buckets(
     """Assign tensors to buckets by size, keeping dtypes and devices apart.
 
     Tensors are taken in order. Those of one (dtype, device) fill a bucket until its size reaches
-    the cap, the last one included; then the bucket closes and the next cap is in force for that
+    the cap, the last one included; then the bucket closes and the next cap applies to that
     pair. The last cap repeats. A tensor is never split.
 
     Args:
@@ -50,7 +50,7 @@ def plan_buckets(
             second, and so on.
         alone: Per tensor *index*, whether it gets a bucket of its own, as sparse gradients do;
             empty means none.
-        indices: The index by which each tensor is known in the plan; empty means 0, 1, 2, ….
+        indices: Index of each tensor in the plan; empty means 0, 1, 2, ….
             It decides the order of the buckets, too: when given, tensors are taken to become ready
             in this order, and buckets stay in the order in which they closed. Otherwise they are
             sorted by their smallest index.

@@ -35,7 +35,7 @@ from gradwire.collectives.signature import (
     in_full,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
-from gradwire.recorder import failed
+from gradwire.recorder import record_error
 
 ENVIRONMENT = "GRADWIRE_CHECKS"
 
@@ -275,7 +275,7 @@ def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature, number
         "the same order on every rank of the group",
         values,
     )
-    failed(error, group=group)
+    record_error(error, group=group)
     raise error
 
 
@@ -289,7 +289,7 @@ def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | N
         kind = ArgumentTypeError if text.startswith("1") else ArgumentError
         refusal = Refusal(kind, f"{op}, on rank {root} of the group: {text[1:]}")
     error = refusal.kind(refusal.message)
-    failed(error, group=group)
+    record_error(error, group=group)
     raise error
 
 

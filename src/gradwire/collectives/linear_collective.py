@@ -98,6 +98,8 @@ def _as_ints(value: Any) -> list[int]:
         return [_NONE]
     if isinstance(value, tuple):
         return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
+    if not isinstance(value, int):
+        raise TypeError(f"a plan has {value!r}: its fields are ints, None and tuples of these")
     return [_INT, int(value)]
 
 

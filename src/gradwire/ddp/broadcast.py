@@ -31,7 +31,7 @@ from gradwire.ddp.layouts import (
     resize_compressed,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
-from gradwire.shm import Operations, member_of
+from gradwire.shm import Operations, shm_backend_of
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
@@ -157,7 +157,7 @@ def _broadcast(
     group: ProcessGroup, root: int, tensors: Sequence[Tensor], buffer_size: int = 250 << 20
 ) -> None:
     tensors = [inner for tensor in tensors for inner in inner_tensors(tensor)]
-    member = member_of(group)
+    member = shm_backend_of(group)
     if member is not None and all(t.is_cpu for t in tensors):
         _send_as_stream(group, member, root, tensors)
         return

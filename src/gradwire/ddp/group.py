@@ -11,8 +11,8 @@ from torch.distributed import BroadcastOptions, ProcessGroup
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire.errors import DistributedError
-from gradwire.recorder import failed
-from gradwire.shm import member_of
+from gradwire.recorder import record_error
+from gradwire.shm import shm_backend_of
 
 
 def broadcast_options(root: int) -> BroadcastOptions:
@@ -52,7 +52,7 @@ def waits_on_cpu(group: ProcessGroup, device: torch.device) -> bool:
 
 def timeout_of(group: ProcessGroup) -> float:
     """Return the group's timeout in seconds; PyTorch's default if it has none."""
-    if (member := member_of(group)) is not None:
+    if (member := shm_backend_of(group)) is not None:
         return member.timeout.total_seconds()
     return backend_timeout(group)
 
@@ -76,5 +76,5 @@ def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -
         if isinstance(error, DistributedError) or not is_transport(error):
             raise
         failure = backend_failure(error, what, timed_out=is_over(since, timeout_of(group)))
-        failed(failure)
+        record_error(failure)
         raise failure from error

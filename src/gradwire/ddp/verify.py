@@ -23,7 +23,7 @@ from gradwire.ddp.layouts import dense_parts
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.reducer.tally import Forwards
 from gradwire.errors import MismatchError
-from gradwire.recorder import failed
+from gradwire.recorder import record_error
 
 DIGEST_NUMBERS = 4
 """Number of int64 values in a digest."""
@@ -95,7 +95,7 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
         dist.all_gather_object(everyone, own, group=group)
     message = f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}"
     error = MismatchError(message, _first_differing(everyone))
-    failed(error, group=group)
+    record_error(error, group=group)
     raise error
 
 

@@ -8,7 +8,7 @@ from gradwire.recorder.black_box import FIRST as FIRST
 from gradwire.recorder.black_box import PREFIX as PREFIX
 from gradwire.recorder.black_box import handle_signal
 from gradwire.recorder.control import dump, start, start_from_environment, stop
-from gradwire.recorder.events import failed
+from gradwire.recorder.events import record_error
 from gradwire.recorder.groups import RecordedGroup, number_of_last
 from gradwire.recorder.kernel import describe as describe
 from gradwire.recorder.lines import is_users as is_users
@@ -35,10 +35,10 @@ __all__ = [
     "RecordedGroup",
     "StepRecord",
     "dump",
-    "failed",
     "number_of_last",
     "record_completion",
     "record_end",
+    "record_error",
     "record_start",
     "ring",
     "start",

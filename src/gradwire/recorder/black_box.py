@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from gradwire.recorder import finite
 from gradwire.recorder.crash_files import CrashFiles
-from gradwire.recorder.events import Event, events, failed, on_failure
+from gradwire.recorder.events import Event, events, on_failure, record_error
 from gradwire.recorder.exit_notes import ExitNotes
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
@@ -234,7 +234,7 @@ class BlackBox:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if os.getpid() == self._pid:
-            failed(error.with_traceback(trace), kind="uncaught")
+            record_error(error.with_traceback(trace), kind="uncaught")
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
     def _at_end_of_job(self) -> None:

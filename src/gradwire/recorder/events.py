@@ -73,7 +73,7 @@ on_failure: list[Callable[[Event], None]] = []
 """Functions called with each recorded error; see `black_box`."""
 
 
-def failed(
+def record_error(
     error: BaseException,
     entry: Entry | None = None,
     *,

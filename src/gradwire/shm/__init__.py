@@ -10,7 +10,7 @@ from gradwire.shm.meeting.rendezvous import Listener as Listener
 from gradwire.shm.meeting.rendezvous import connect_by_name as connect_by_name
 from gradwire.shm.meeting.rendezvous import report_absent as report_absent
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
-from gradwire.shm.register import member_of as member_of
+from gradwire.shm.register import shm_backend_of as shm_backend_of
 from gradwire.shm.register import with_shm as with_shm
 
 # Names imported as themselves are for other packages of gradwire, and not public.

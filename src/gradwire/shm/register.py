@@ -64,10 +64,10 @@ def register() -> None:
 
 def shares_memory(group: ProcessGroup) -> bool:
     """Return True if the ranks of each host share memory, in which `empty` allocates tensors."""
-    return member_of(group) is not None
+    return shm_backend_of(group) is not None
 
 
-def member_of(group: ProcessGroup) -> Operations | None:
+def shm_backend_of(group: ProcessGroup) -> Operations | None:
     """Return the group, or its backend for CPU tensors, if that is shm, else None."""
     if isinstance(group, Operations):
         return group
@@ -87,7 +87,7 @@ def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
         >>> run_ranks(lambda: gradwire.shm.teams(dist.group.WORLD), world_size=2)[0]
         ((0, 1),)
     """
-    member = member_of(group)
+    member = shm_backend_of(group)
     if member is None:
         raise ArgumentError(
             'group is not on shm: pass one that new_group(backend="shm") or init_process_group made'
@@ -155,7 +155,7 @@ def empty(
         raise ArgumentTypeError(f"shape is {shape!r}: pass an int, or several") from error
     if any(length < 0 for length in size):
         raise ArgumentError(f"shape is {size}: give lengths of 0 and more")
-    member = member_of(group)
+    member = shm_backend_of(group)
     if member is None:
         return torch.empty(size, dtype=dtype, device="cpu")
     return member.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)

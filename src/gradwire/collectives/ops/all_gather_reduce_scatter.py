@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @register_plan
 @dataclass(frozen=True)
 class AllGather(LinearCollective):
-    """Rows of all ranks, on every rank."""
+    """Concatenation of all ranks' rows, on every rank."""
 
     sizes: tuple[int, ...] | None = None
     average: bool = False
@@ -70,7 +70,7 @@ class AllGather(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class ReduceScatter(ReductionCollective):
-    """Sum or average, whose rows are scattered."""
+    """Sum or average over ranks, scattered by rows."""
 
     sizes: tuple[int, ...] | None = None
     average: bool = False

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire._memory import advised
 from gradwire.errors import DistributedError
-from gradwire.recorder import failed, number_of_last, ring
+from gradwire.recorder import number_of_last, record_error, ring
 
 CARRIED = {
     torch.float32,
@@ -260,7 +260,7 @@ class Pending:
         timed_out = is_over(self._since, backend_timeout(self._group))
         what = "another rank did not take part in time" if timed_out else "another rank is gone"
         failure = backend_failure(error, what, timed_out=timed_out)
-        failed(failure)
+        record_error(failure)
         return failure
 
 

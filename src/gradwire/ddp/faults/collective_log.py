@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.ddp.faults.waiting import InFlight, work_in_flight
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
-from gradwire.shm import Operations, member_of
+from gradwire.shm import Operations, shm_backend_of
 
 Entry = list[Any]
 """Collective as JSON: [op, root, number of the reduce op, lists of tensors].
@@ -145,7 +145,7 @@ class LogMode(TorchDispatchMode):
 
     def __enter__(self) -> LogMode:
         groups = {self._group, *dist.distributed_c10d._world.pg_names}
-        members = {g: member_of(g) for g in groups if isinstance(g, ProcessGroup)}
+        members = {g: shm_backend_of(g) for g in groups if isinstance(g, ProcessGroup)}
         for group, member in members.items():  # calls on shm groups may bypass the dispatcher
             if member is not None:
                 member.observer = self._observer(group)
@@ -186,7 +186,7 @@ class LogMode(TorchDispatchMode):
         if at is None:
             return
         group = ProcessGroup.unbox(args[at])
-        if member_of(group) is not None:
+        if shm_backend_of(group) is not None:
             return  # its observer has logged it
         root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
         if op == "alltoall_base_" and len({*args[at + 1], *args[at + 2]}) > 1:

@@ -53,13 +53,13 @@ class ErrorChannel:
         """Return True if a rank has asked to resynchronize in this round."""
         return self._ask(self._store.check, [self._key("reported")]) is True
 
-    def report_lost(self, error: str) -> None:
+    def report_broken(self, error: str) -> None:
         """Report that the group itself failed, so that no rank waits for this one."""
         text = f"rank {self._rank} saw the group fail: {error}"
         with suppress(PeerLostError):  # no report is possible if the store is gone
             self._ask(self._store.compare_set, "lost", "", text)
 
-    def lost(self) -> PeerLostError | None:
+    def broken(self) -> PeerLostError | None:
         """Return the failure of the group that a rank has reported, or None."""
         if self._ask(self._store.check, ["lost"]) is not True:
             return None

@@ -27,8 +27,8 @@ from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
 from gradwire.ddp.faults.waiting import first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
-from gradwire.recorder import failed
-from gradwire.shm import member_of
+from gradwire.recorder import record_error
+from gradwire.shm import shm_backend_of
 
 RESYNC_POLL_SECONDS = 2e-3
 _DOMAINS: weakref.WeakKeyDictionary[ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()
@@ -84,9 +84,9 @@ class FaultDomain(Resynchronizer):
 
     def fail(self, error: Exception, cause: BaseException | None = None) -> NoReturn:
         """End the running backward on every rank and raise the error."""
-        failed(error)
+        record_error(error)
         reported = self.begin_round(f"{type(error).__name__}: {error}")
-        _advance_all()
+        _resynchronize_all()
         if not self.has_store:
             self.deferred = None
             self.participants.reset()
@@ -117,7 +117,7 @@ class FaultDomain(Resynchronizer):
         if error := first_failure([work_in_flight(work) for work in self.log.works]):
             return error
         for group in (self.group, *map(group_of, self.log.elsewhere)):
-            member = None if group is None else member_of(group)
+            member = None if group is None else shm_backend_of(group)
             if member is not None and member.failure is not None:
                 return member.failure
         return None
@@ -129,17 +129,17 @@ class FaultDomain(Resynchronizer):
 
     def cause(self, error: BaseException) -> BaseException:
         """Return the first failure: on shm, operations after a failed one only report that fact."""
-        member = member_of(self.group)
+        member = shm_backend_of(self.group)
         first = None if member is None else member.failure
         if isinstance(error, BrokenGroupError) and isinstance(first, DistributedError):
             return first
         return error
 
     def note_interrupted(self) -> None:
-        """Record that an exception ended a participant's backward, for `recover` to report."""
+        """Record that an exception ended a participant's backward, for `report_interrupted`."""
         _WITH_INTERRUPTED.add(self)
 
-    def recover(self) -> None:
+    def report_interrupted(self) -> None:
         """End on all ranks the backwards that exceptions ended on this one.
 
         Covers all groups, because one exception may end backwards in several. Call `raise_deferred`
@@ -151,7 +151,7 @@ class FaultDomain(Resynchronizer):
         domains = {self, *_WITH_INTERRUPTED}
         for domain in domains:
             domain._report_interrupted()
-        _advance_all()
+        _resynchronize_all()
         for domain in domains:
             domain._after_interrupted()
 
@@ -163,7 +163,7 @@ class FaultDomain(Resynchronizer):
         self.begin_round(UNDECIDED_TEXT if self.participants.undecided() else INTERRUPTED_TEXT)
 
     def _after_interrupted(self) -> None:
-        """Finish `recover`. Raises nothing: the caller has seen the exception itself."""
+        """Finish `report_interrupted`. Raises nothing: the caller has seen the exception itself."""
         if self not in _WITH_INTERRUPTED:
             return
         _WITH_INTERRUPTED.discard(self)
@@ -174,7 +174,7 @@ class FaultDomain(Resynchronizer):
             # The backward was COMMITTING when this rank made its statement of that round, and was
             # interrupted later. The other ranks do not know yet that this rank missed the step.
             self.begin_round(UNDECIDED_TEXT)
-            _advance_all()
+            _resynchronize_all()
             if self.broken is not None:
                 return
         self.deferred = ReductionError(self.diverged) if self.diverged else None
@@ -191,7 +191,7 @@ class FaultDomain(Resynchronizer):
         Raises:
             DistributedError: An error of `raise_deferred`.
         """
-        self.recover()
+        self.report_interrupted()
         self.raise_deferred()
 
     def raise_deferred(self) -> None:
@@ -216,10 +216,12 @@ class FaultDomain(Resynchronizer):
     def poll(self, waiter: Participant) -> None:
         """Raise if another rank has reported an error. Called periodically by waits.
 
+        Completes a resynchronization that has begun, which blocks.
+
         If all ranks took part in the waiter's backward, return instead: its result counts on every
         rank, so it is completed first.
         """
-        _advance_all()
+        _resynchronize_all()
         if self.no_error_pending:
             self.look_for_deaths()
         if self.deferred is None and self.broken is None:
@@ -242,7 +244,7 @@ class FaultDomain(Resynchronizer):
             self.poll(waiter)
 
 
-def _advance_all() -> None:
+def _resynchronize_all() -> None:
     """Advance the resynchronizations of all groups of this process until all are done.
 
     Each advances by one step in turn. Two ranks may begin with different groups and would

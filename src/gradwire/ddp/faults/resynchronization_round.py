@@ -86,8 +86,8 @@ class ResynchronizationRound:
             PeerLostError: A rank died, or the group failed.
             CollectiveTimeoutError: A rank did not answer in time.
         """
-        if (lost := self._channel.lost()) is not None:
-            raise lost
+        if (broken := self._channel.broken()) is not None:
+            raise broken
         while True:
             before = self._phase
             if before is Phase.STATED:

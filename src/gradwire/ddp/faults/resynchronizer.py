@@ -22,7 +22,7 @@ from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError, PeerLostError
-from gradwire.recorder import failed
+from gradwire.recorder import record_error
 
 TOKEN_BYTES = 16
 LIVENESS_SECONDS = 1.0
@@ -201,8 +201,8 @@ class Resynchronizer:
             return self._round is not None
         try:
             if self._round is None:
-                if (lost := self._channel.lost()) is not None:
-                    raise lost
+                if (broken := self._channel.broken()) is not None:
+                    raise broken
                 if not self._channel.error_reported():
                     return False
                 self._round = self._new_round(None)
@@ -231,15 +231,15 @@ class Resynchronizer:
                 f"gradients were not reduced, because of an error elsewhere. {errors}",
                 done.failures,
             )
-            failed(self.deferred, group=self._group())
+            record_error(self.deferred, group=self._group())
 
     def hear_of_loss(self) -> None:
         """Break the group if another rank has reported that it failed."""
         if self._channel is None or not self.lock.acquire(blocking=False):
             return
         try:
-            if (lost := self._channel.lost()) is not None:
-                raise lost
+            if (broken := self._channel.broken()) is not None:
+                raise broken
         except PeerLostError as error:  # also of a store that is gone
             self._break(error)
         finally:
@@ -276,8 +276,8 @@ class Resynchronizer:
         raise error from cause
 
     def _break(self, error: DistributedError) -> None:
-        failed(error)
+        record_error(error)
         self.broken, self.deferred = f"the group failed earlier: {error}", error
         self._round = None
         if self._channel is not None:
-            self._channel.report_lost(str(error))
+            self._channel.report_broken(str(error))

@@ -248,7 +248,7 @@ _begin_outside = runs_outside_contexts(_begin)
 def _check_may_begin(backward: Backward) -> None:
     if backward.awaits_finalization:
         backward.raise_not_finalized()
-    backward.domain.recover()
+    backward.domain.report_interrupted()
     backward.domain.poll_known(backward)
     if (error := rpc_context_error()) is not None:  # the forward ran outside of the context
         logger.error("%s", error)  # torch.distributed.autograd only reports "python_error"

@@ -279,7 +279,10 @@ class Backward:
             ownership.keep_local(self.parameters, pending, set(self.buckets.ready()))
 
     def interrupt(self) -> None:
-        """Abort the running backward after an exception, unless it was already handled."""
+        """Abort the running backward after an exception, unless it was already handled.
+
+        Sends nothing: `FaultDomain.report_interrupted` reports it at the next forward.
+        """
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
             self.buckets.take_back()
@@ -299,7 +302,7 @@ class Backward:
             )
         )
 
-    def recover(self) -> None:
+    def raise_if_unfinished(self) -> None:
         """Raise if the previous backward did not end, or get the other ranks out of it.
 
         Raises:
@@ -310,7 +313,7 @@ class Backward:
             self.interrupt()
         if self.awaits_finalization:
             self.raise_not_finalized()
-        self.domain.recover()
+        self.domain.report_interrupted()
         self.domain.raise_deferred()
         if self.state is not BackwardState.SHORT:
             return

@@ -30,7 +30,7 @@ from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.streams import part
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import ReductionError
-from gradwire.recorder import failed, ring
+from gradwire.recorder import record_error, ring
 
 
 def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> None:
@@ -117,7 +117,7 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
             step, names = backward.step, bucket.names
             record = ring.begin_bucket(backward.group, step, len(launched), names)
             joined = backward.streams.join(bucket.parameters[0].device)
-            _in_range("pack", backward.launcher.copy_in, bucket)
+            _profiled("pack", backward.launcher.copy_in, bucket)
             if bucket.extra_numel:
                 backward.tally().write(bucket.extra)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
@@ -125,7 +125,7 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
             if record is not None:
                 record.packed = perf_counter_ns()
                 ring.check_bucket(record, bucket.parameters)
-            _in_range("send", partial(launch_filled, backward, is_last=is_last), bucket)
+            _profiled("send", partial(launch_filled, backward, is_last=is_last), bucket)
             part(joined)
             if record is not None:
                 record.sent = perf_counter_ns()
@@ -147,7 +147,7 @@ def _may_share(backward: Backward) -> bool:
     return any(b.running or b.state is BackwardState.EXPECTED for b in backward.domain.elsewhere())
 
 
-def _in_range(what: str, function: Callable[[Bucket], None], bucket: Bucket) -> None:
+def _profiled(what: str, function: Callable[[Bucket], None], bucket: Bucket) -> None:
     """Call a function of a bucket, as a range in the trace of the profiler if one is enabled."""
     if not torch.autograd._profiler_enabled():
         function(bucket)
@@ -177,7 +177,7 @@ def check_over(backward: Backward) -> None:
     if any(b.state is BackwardState.AWAITING for b in shadowed):
         backward.raise_not_finalized()
     if any(b.state in (BackwardState.EXPECTED, BackwardState.SHORT) for b in shadowed):
-        backward.recover()
+        backward.raise_if_unfinished()
         backward.domain.fail(
             ReductionError(
                 "a forward in join() had no backward, for which ranks that have run out of input "
@@ -202,5 +202,5 @@ def check_first(backward: Backward) -> None:
             "a second backward of one forward in join(), for which ranks that have run out of "
             "input do not wait: run one backward of the sum of the losses"
         )
-        failed(error)
+        record_error(error)
         raise error

@@ -189,7 +189,7 @@ class Reducer:
             raise error
         backward = self._backward
         if not recovered:
-            backward.recover()
+            backward.raise_if_unfinished()
         if not backward.step:  # optimizers may be attached after wrapping, without hooks
             backward.detach_optimizers()
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
@@ -241,7 +241,7 @@ class Reducer:
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
-        self._backward.recover()
+        self._backward.raise_if_unfinished()
 
     def check_over(self) -> None:
         """Raise if a rank waits for a backward in `shadow`. Called before other communication.

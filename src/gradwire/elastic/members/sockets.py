@@ -1,4 +1,4 @@
-"""Sockets of this process: end waits that PyTorch cannot end, and give deadlines to others."""
+"""Deadlines for sockets that PyTorch opened, and ends of waits that it cannot end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def own_connection(store: Store, seconds: float) -> Store:
     """Return a clone of the store whose requests have a deadline.
 
     Without it, PyTorch waits for a store whose process hangs, or whose host is unreachable, until
-    the system gives the connection up, possibly forever.
+    the system closes the connection, possibly forever.
     """
     before = sockets()
     clone: Store = store.clone()  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         flat: 1-d contiguous tensor; ranks other than the root keep their values.
     """
     if flat.nbytes > state.inline_bytes:
-        state.announce(call, place(state, flat))
+        state.announce(call, stage(state, flat))
         reduce_placed(state, call, flat)
         return
     state.announce(call, Location(INLINE), [flat])
@@ -49,7 +49,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         reduce_into(flat, state.all_inline(flat.dtype, flat.numel()), call.op)
 
 
-def place(state: GroupState, flat: Tensor) -> Location:
+def stage(state: GroupState, flat: Tensor) -> Location:
     """Return the location to announce of data to be reduced, which may be copied there."""
     location = state.locate(flat)
     if location.region == PRIVATE:

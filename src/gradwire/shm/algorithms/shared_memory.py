@@ -24,7 +24,7 @@ from gradwire.shm.algorithms import reduce as reducing
 from gradwire.shm.algorithms import rooted
 from gradwire.shm.algorithms.arithmetic import check_reduction, reducer
 from gradwire.shm.algorithms.group_state import GroupState
-from gradwire.shm.algorithms.reduce import place, reduce_placed
+from gradwire.shm.algorithms.reduce import reduce_placed, stage
 from gradwire.shm.memory.header import NUMBERS, Call
 
 Key = tuple[torch.Size, torch.dtype, int]
@@ -167,7 +167,7 @@ class _Long:
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
         flat = tensor.view(-1)
-        self._announce(place(self._state, flat))
+        self._announce(stage(self._state, flat))
         reduce_placed(self._state, self._call, flat)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError, MismatchError
-from gradwire.recorder import Entry, failed, record_end, record_start
+from gradwire.recorder import Entry, record_end, record_error, record_start
 from gradwire.shm.algorithms.shared_memory import KnownCall, KnownCalls, State
 from gradwire.shm.group.record import UNOBSERVED, Observed, Recorder, Usability
 from gradwire.shm.memory.tensors import aliases, flat_of, write_all_back
@@ -204,7 +204,7 @@ class Group:
             if entry is not None:
                 record_end(entry, state.take_waits())
             if failure is not None:
-                failed(failure, entry)
+                record_error(failure, entry)
                 failure = None  # its traceback refers to this frame: a cycle
 
     @contextmanager

@@ -123,14 +123,14 @@ class ShmWork(Work):
             seconds = given if given > 0 else self._default_timeout
             if not self._wait(seconds):
                 error = CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
-                self._give_up(error)
+                self._on_timeout(error)
                 if not self._done:  # a receive may have been finished meanwhile
                     raise error
         if self._error is not None:
             raise without_frames(self._error)
         return True
 
-    def _give_up(self, error: CollectiveTimeoutError) -> None:
+    def _on_timeout(self, error: CollectiveTimeoutError) -> None:
         """Handle a timeout of `wait`, called with its error."""
 
     def _wait(self, seconds: float | None) -> bool:
