@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,11 @@ def run_plain(program: Callable[..., Any], *args: Any, ranks: int = 2) -> list[A
 
 
 def check(
-    program: Callable[..., Any], *args: Any, ranks: int = 2, steps: int = 0
+    program: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    steps: int = 0,
+    only: Sequence[str] = (),
 ) -> tuple[list[Finding], list[Any], Run]:
     """Run a program observed; return the findings, its results and what was recorded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +69,7 @@ def check(
         run = Run.read(Path(folder))
     blind = [event for rank in run.ranks for event in run.of("blind", rank)]
     assert not blind, blind
-    return conclude(run, choose(CHECKS)), results, run
+    return conclude(run, choose(CHECKS, only)), results, run
 
 
 def marked(program: Callable[..., Any], mark: str) -> str:

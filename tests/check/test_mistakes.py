@@ -8,6 +8,7 @@ import pytest
 
 from check import mistakes
 from check.common import check, marked, run_plain
+from gradwire.check import CHECKS
 
 PROGRAMS = {
     "plain": mistakes.plain,
@@ -72,8 +73,10 @@ def name_of(case: tuple[str, str, str | None]) -> str:
 def test_a_mistake_is_found(mistake: str, program: str, where: str | None) -> None:
     if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
         pytest.skip(f"{NEEDS[program]} is not installed")
-    findings, _, _ = check(PROGRAMS[program], mistake)
-    assert [f.check for f in findings] == [OTHER_NAMES.get(mistake, mistake)], findings
+    name = OTHER_NAMES.get(mistake, mistake)
+    only = [c.name for c in CHECKS if c.on_request and c.name == name]
+    findings, _, _ = check(PROGRAMS[program], mistake, only=only)
+    assert [f.check for f in findings] == [name], findings
     found = findings[0]
     assert found.remedy
     if where is not None and (" " in where or where == "save"):

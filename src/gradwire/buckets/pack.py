@@ -71,7 +71,7 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
     Returns:
         Views, in order, contiguous if the buffer is, unless `keep_strides`. Writing to one writes
         to the buffer. In a buffer of bytes that holds several dtypes each has its tensor's dtype;
-        otherwise all have the buffer's, which may be another (gradients sent in a compressed dtype).
+        otherwise all have the buffer's, which may be another (gradients sent in a smaller dtype).
 
     Raises:
         ArgumentError: The buffer is shorter than what `pack` makes for such tensors, or its bytes
