@@ -856,6 +856,26 @@ def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.
         assert "parameters differ between members at the beginning of step 0" in str(error)
 
 
+def test_hosts_that_round_differently_may_train_on(store: dist.Store) -> None:
+    def member(number: int) -> int:
+        run = join(store, shards=2, members=2, backend="gloo", check_replicas=0)
+        model = net(seed=number)
+        run.keep(model=model)
+        for step in run.steps(3):
+            if run.size == 2 and step.number == 1:
+                with torch.no_grad():
+                    next(model.parameters()).add_(number)
+            with step:
+                for _ in step.shards:
+                    step.backward(model(X).mean())
+                step.commit()
+        return run.committed_steps
+
+    assert together(partial(member, 0), partial(member, 1)) == [3, 3]
+    with pytest.raises(ArgumentError, match="check_replicas is -1"):
+        join(store, check_replicas=-1)
+
+
 def test_a_slow_member_gets_fewer_shards_and_bits_stay(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

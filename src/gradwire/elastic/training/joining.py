@@ -34,6 +34,7 @@ def join(
     heartbeat: timedelta = timedelta(seconds=0.1),
     silence: timedelta = timedelta(seconds=5),
     nan_guard: bool = False,
+    check_replicas: int = 100,
     name: str = NAME,
 ) -> Run:
     """Join an elastic run.
@@ -58,6 +59,8 @@ def join(
             this host are noticed at once.
         nan_guard: True to raise on all members, naming rank, parameter and step, before a gradient
             that is not finite reaches the others.
+        check_replicas: Number of steps between two comparisons of the members' parameters, which
+            are also compared when the members change; 0 for none, for hosts that round differently.
         name: Name of the run, for a store with several runs.
 
     Raises:
@@ -92,6 +95,8 @@ def join(
         raise ArgumentError(
             f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 heartbeats"
         )
+    if check_replicas < 0:
+        raise ArgumentError(f"check_replicas is {check_replicas}: pass a number of steps, or 0")
     if members is None:
         members = members_of_environment()
     options = Options(
@@ -104,7 +109,12 @@ def join(
     chosen = store_of_environment(timeout) if store is None else store
     runtime = Runtime(chosen, name, options)
     run = Run(
-        runtime, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
+        runtime,
+        check_shards(shards),
+        reproducible=reproducible,
+        seed=seed,
+        nan_guard=nan_guard,
+        check_replicas=check_replicas,
     )
     report(finished=False, member=run.number)  # a previous run of this process may have finished
     known = weakref.ref(run)

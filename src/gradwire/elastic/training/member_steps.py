@@ -22,9 +22,6 @@ from gradwire.elastic.training.speeds import Speeds
 from gradwire.elastic.training.state import State, Stepper, check_reduced
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 
-DIGEST_STEPS = 100
-"""Number of steps between two comparisons of the members' parameters."""
-
 
 class MemberSteps:
     """Steps of a run on this member.
@@ -36,6 +33,8 @@ class MemberSteps:
             DistributedDataParallel.
         seed: Seed of the run.
         nan_guard: True if a gradient that is not finite ends the run on all members.
+        check_replicas: Number of steps between two comparisons of the members' parameters; 0 for
+            none.
 
     Attributes:
         state: Kept objects.
@@ -45,10 +44,17 @@ class MemberSteps:
     """
 
     def __init__(
-        self, runtime: Runtime, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+        self,
+        runtime: Runtime,
+        shards: int,
+        *,
+        reproducible: bool,
+        seed: int,
+        nan_guard: bool,
+        check_replicas: int,
     ) -> None:
         self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
-        self._seed, self._nan_guard = seed, nan_guard
+        self._seed, self._nan_guard, self._check_replicas = seed, nan_guard, check_replicas
         # torch.manual_seed takes at least 0.1 ms to look for devices
         devices = torch.accelerator.is_available()
         self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
@@ -238,8 +244,7 @@ class MemberSteps:
         """Make the gradients complete."""
         self._settle()
         if self._tree is not None:
-            compare = not self._compared or self.committed_steps % DIGEST_STEPS == 0
-            own = digest(self.state.parameters) if compare and self._runtime.size > 1 else b""
+            own = digest(self.state.parameters) if self._is_time_to_compare() else b""
             changed, notes = self._tree.reduce(self._asks_to_stop, self._speeds.take(), own)
             self._compare(notes.digests)
             self._compared = True
@@ -252,6 +257,11 @@ class MemberSteps:
     def _counts(self) -> list[int]:
         return [len(own) for own in self._assigned]
 
+    def _is_time_to_compare(self) -> bool:
+        if not self._check_replicas or self._runtime.size == 1:
+            return False
+        return not self._compared or self.committed_steps % self._check_replicas == 0
+
     def _compare(self, digests: Sequence[bytes]) -> None:
         """Raise on all members if their parameters differ."""
         if len({*digests}) == 1:
@@ -262,7 +272,8 @@ class MemberSteps:
         raise MismatchError(
             f"parameters differ between members at the beginning of step {self.committed_steps}: "
             f"digests by member are {values}. Change parameters only in the step() of objects that "
-            "are passed to step.commit, alike on all members",
+            "are passed to step.commit, alike on all members. On hosts that round differently, "
+            "pass elastic.join(check_replicas=0)",
             list(values.values()),
         )
 

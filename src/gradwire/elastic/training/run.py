@@ -24,12 +24,24 @@ class Run:
     """This process's part in an elastic run. Use `join` to create it."""
 
     def __init__(
-        self, runtime: Runtime, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+        self,
+        runtime: Runtime,
+        shards: int,
+        *,
+        reproducible: bool,
+        seed: int,
+        nan_guard: bool,
+        check_replicas: int,
     ) -> None:
         self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
-        self._seed, self._nan_guard = seed, nan_guard
+        self._seed, self._nan_guard, self._check_replicas = seed, nan_guard, check_replicas
         self._steps = MemberSteps(
-            runtime, shards, reproducible=reproducible, seed=seed, nan_guard=nan_guard
+            runtime,
+            shards,
+            reproducible=reproducible,
+            seed=seed,
+            nan_guard=nan_guard,
+            check_replicas=check_replicas,
         )
         self._state = self._steps.state
 
@@ -189,6 +201,7 @@ class Run:
             "samples": samples,
             "batch": None if samples is None else batch,
             "shuffle": None if samples is None else shuffle,
+            "check_replicas": self._check_replicas,
             "keep": sorted(self.kept),
         }
         try:
