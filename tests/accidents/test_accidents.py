@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("early_stop", "dtype", "input", "sigkill", "wrong_port", "pause")
-DRAWN = 48
+DRAWN = 36
 SEED = 2000
 
 
@@ -43,6 +43,7 @@ def quick(site: Path) -> dict[str, dict[str, Any]]:
     return {each["accident"]: each for each in staged(site, "--quick", seconds=110)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", QUICK)
 def test_verdict_on_one_accident_of_each_family(quick, name):
     assert quick[name]["result"] == "right", quick[name]

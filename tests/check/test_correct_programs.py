@@ -7,7 +7,7 @@ import pytest
 from check.common import check, run_plain
 from check.correct import PROGRAMS, RANKS
 
-EACH_TIME = {"readme", "weights"}
+EACH_TIME = {"weights"}
 CASES = [
     pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.wide) for name in PROGRAMS
 ]

@@ -121,6 +121,7 @@ def test_gathered_tensors_in_a_loss() -> None:
     assert not uses(z.sum(), others, z)
 
 
+@pytest.mark.wide
 def test_training_does_not_import_it() -> None:
     imports = "import sys, gradwire, gradwire.ddp, gradwire.compat"
     code = f"{imports}; print('gradwire.check' in sys.modules)"

@@ -682,7 +682,7 @@ def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
         step.committed = True
 
 
-@pytest.mark.parametrize("alone", ["map", "barrier"])
+@pytest.mark.parametrize("alone", ["map", pytest.param("barrier", marks=pytest.mark.wide)])
 def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(
     store: dist.Store, alone: str
 ) -> None:

@@ -75,6 +75,7 @@ assert "shm" in sys.modules["torch"].distributed.Backend.backend_list
 """
 
 
+@pytest.mark.wide
 def test_names_are_imported_when_they_are_used(run: Run) -> None:
     assert run(LAZY).returncode == 0
 

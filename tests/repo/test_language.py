@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,13 @@ def files(root: str) -> list[Path]:
     return [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring, attributes' included."""
+@cache
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    """Return the line and the text of each docstring, attributes' included."""
+    return list(_docstrings(path))
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             for statement in node.body:
