@@ -218,9 +218,20 @@ class BlackBox:
                 return
             was, self._launch = self._launch, process.launch
             self._launch_before = self._launch_before or was
+            self._forget_ended(process.rank)
             name = f"start-{socket.gethostname()}-{os.getpid()}.json"
             found = vars(process) | {"was": self._launch_before}
             (self.directory / name).write_text(json.dumps(found))
+
+    def _forget_ended(self, rank: int) -> None:
+        """Remove the notes of processes in whose place a launcher has started this one."""
+        for path in self.directory.glob(f"start-{socket.gethostname()}-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                noted = json.loads(path.read_text())
+                noted.pop("was", None)
+                other = Process(**noted)
+                if other.rank == rank and state_of(other) in OVER:
+                    path.unlink()
 
     # -- when --------------------------------------------------------------------------------
 
