@@ -73,9 +73,10 @@ class Command:
 def command() -> Iterator[Callable[..., Command]]:
     """Start `python ARGUMENTS...`; kill its session at the end of the test."""
     started = []
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
 
     def start(*arguments: str) -> Command:
+        # at each start: other fixtures set variables, too
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         started.append(Command(list(arguments), environment))
         return started[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,10 +15,11 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gradwire.cli import run_launch
 from gradwire.cli import run_launch as launch
 from gradwire.cli.app import app
 from gradwire.cli.run import parse_options
-from gradwire.cli.run_launch import collecting_agent
+from gradwire.cli.run_launch import FOLDER, collecting_agent
 from gradwire.errors import ArgumentError
 
 PROGRAM = """
@@ -221,6 +223,29 @@ def test_failing_rank_is_explained(command, program, environment, tmp_path):
 
 
 @pytest.mark.wide
+def test_a_run_records_by_default_and_prints_the_verdict(command, program, environment):
+    code, _, err = command(*RUN, str(program), "fail").end()
+    assert code == 1
+    verdict = err[err.rindex("rank 1 failed") :]
+    assert "KeyError" in verdict
+    (kept,) = environment.iterdir()
+    assert kept.name.startswith(FOLDER)
+    assert f"gradwire explain {kept}" in verdict
+    shutil.rmtree(kept)
+    assert command(*RUN, str(program)).end()[0] == 0
+    assert list(environment.iterdir()) == []  # kept only after a failure
+
+
+@pytest.mark.parametrize(
+    ("options", "records"), [((), True), (("--nnodes", "1"), True), (("--nnodes", "2"), False)]
+)
+def test_only_runs_on_one_host_record_by_default(options, records, environment, monkeypatch):
+    monkeypatch.delenv("GRADWIRE_RECORDER", raising=False)
+    monkeypatch.setattr(run_launch, "_check_autoload", lambda: None)
+    assert run_launch.records_by_default(parse_options([*options, __file__])) == records
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_process(command, program, environment, number):
     started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
@@ -235,7 +260,8 @@ def test_interrupted_run_leaves_no_process(command, program, environment, number
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert list(environment.iterdir()) == []
+    (kept,) = environment.iterdir()  # an interrupted job may have been one that hung
+    assert kept.name.startswith(FOLDER)
 
 
 @pytest.mark.wide

@@ -78,7 +78,8 @@ def records_by_default(options: argparse.Namespace) -> bool:
 
     The records of one of several hosts would show the others' ranks as missing.
     """
-    if str(options.nnodes) != "1" or "GRADWIRE_RECORDER" in os.environ:
+    one_host = str(options.nnodes) in ("1", "1:1")  # torchrun's default is the latter
+    if not one_host or "GRADWIRE_RECORDER" in os.environ:
         return False
     try:
         _check_autoload()
