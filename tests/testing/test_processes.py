@@ -76,7 +76,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-    assert list(tmp_path.iterdir()) == []
+    # PyTorch makes a folder for its cache
+    assert [p for p in tmp_path.iterdir() if not p.name.startswith("torchinductor_")] == []
 
 
 def read_pids(process: subprocess.Popen[str], count: int = 2) -> list[int]:
