@@ -596,7 +596,7 @@ def polled_after_destroying():
             find_store(dist.group.WORLD).set("polled", "")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ErrorChannel, "lost", lost)
+        patch.setattr(ErrorChannel, "broken", lost)
         step(net, loss=lambda outputs: UntilPolled.apply(outputs[0]).sum())
     return world in asked, destroyed in asked
 

@@ -154,7 +154,7 @@ class _ReceiveWork(ShmWork):
         self._senders[0].wait(self, self._tag, Deadline(seconds))
         return self.is_completed()  # messages that have arrived count even after the deadline
 
-    def _give_up(self, error: CollectiveTimeoutError) -> None:
+    def _on_timeout(self, error: CollectiveTimeoutError) -> None:
         with self._links.lock:
             cancelled = self._mailbox.cancel(self)
         if cancelled:  # for good: another wait and the future raise the error as well

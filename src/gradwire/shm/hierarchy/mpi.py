@@ -71,7 +71,7 @@ class MpiWork(ShmWork):
         if not self.is_done():
             self.finish(error, source)
 
-    def _give_up(self, error: CollectiveTimeoutError) -> None:
+    def _on_timeout(self, error: CollectiveTimeoutError) -> None:
         raise CollectiveTimeoutError(f"{self}: {error}")
 
     def __str__(self) -> str:
