@@ -162,7 +162,7 @@ def _exchange(
     detail: str,
 ) -> Operation:
     """Return the operation that exchanges rows; `send` is None if the caller gave no splits."""
-    equal = send or equal_sizes(rows.shape[0], group, "x")
+    sends = send or equal_sizes(rows.shape[0], group, "x")
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
@@ -176,7 +176,7 @@ def _exchange(
         # Ranks may have different numbers of rows without splits, too.
         if send is None and all(peer.send == peers[0].send for peer in peers):
             return AllToAll(group)
-        return AllToAll(group, equal, tuple(peer.send[group.rank()] for peer in peers))
+        return AllToAll(group, sends, tuple(peer.send[group.rank()] for peer in peers))
 
     return Operation(
         rows,
@@ -186,7 +186,7 @@ def _exchange(
             *tensor_fields(rows),
             detail=detail,
             ragged=True,
-            send=equal,
+            send=sends,
             receive=receive or (),
         ),
         plan,

@@ -41,9 +41,9 @@ def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> 
 
     Args:
         backward: Backward that the buckets belong to.
-        final: If True, backward has ended, and the last bucket is launched, too. An earlier failure
-            keeps the last bucket from being sent, so that no rank takes the result.
-        ended: If True, backward has ended, so that this may wait for other ranks.
+        final: If True, the last bucket, which is the vote, is launched, too. An earlier failure
+            keeps it from being sent, so that no rank takes the result.
+        ended: If True, this may wait for other ranks, because backward has ended.
     """
     ended = ended or final
     turn = backward.turn
