@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("early_stop", "dtype", "input", "sigkill", "wrong_port", "pause")
-DRAWN = 36
+DRAWN = 24
 SEED = 2000
 
 
