@@ -554,7 +554,7 @@ def test_the_log_does_not_grow():
         for _ in range(3):
             assert_good_step(net)
             assert not domain.log.sent
-            assert not domain._works
+            assert not domain.log.works
 
     run_ranks(main, 2)
 
