@@ -15,6 +15,7 @@ from gradwire.elastic.members import (
     report,
     store_of_environment,
 )
+from gradwire.elastic.training.member_steps import Settings
 from gradwire.elastic.training.run import Run
 from gradwire.elastic.training.samples import check_shards
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -108,14 +109,8 @@ def join(
     )
     chosen = store_of_environment(timeout) if store is None else store
     runtime = Runtime(chosen, name, options)
-    run = Run(
-        runtime,
-        check_shards(shards),
-        reproducible=reproducible,
-        seed=seed,
-        nan_guard=nan_guard,
-        check_replicas=check_replicas,
-    )
+    settings = Settings(check_shards(shards), reproducible, seed, nan_guard, check_replicas)
+    run = Run(runtime, settings)
     report(finished=False, member=run.number)  # a previous run of this process may have finished
     known = weakref.ref(run)
     end_with_reports(

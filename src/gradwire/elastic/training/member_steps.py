@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from gradwire.ddp import digest
 from gradwire.elastic.members import Runtime, barrier, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.training import transfer
+from gradwire.elastic.training.columns import gradient_dtype
 from gradwire.elastic.training.gradients import Contribution, TreeSum
 from gradwire.elastic.training.samples import Samples, Shard, assign, deal
 from gradwire.elastic.training.seeding import seed_of
@@ -23,11 +25,11 @@ from gradwire.elastic.training.state import State, Stepper, check_reduced
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 
 
-class MemberSteps:
-    """Steps of a run on this member.
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run, as passed to `join`.
 
     Args:
-        runtime: Runtime that forms generations and commits.
         shards: Number of shards of a step.
         reproducible: True to add shards up in a tree, False to average with
             DistributedDataParallel.
@@ -35,6 +37,21 @@ class MemberSteps:
         nan_guard: True if a gradient that is not finite ends the run on all members.
         check_replicas: Number of steps between two comparisons of the members' parameters; 0 for
             none.
+    """
+
+    shards: int
+    reproducible: bool
+    seed: int
+    nan_guard: bool
+    check_replicas: int
+
+
+class MemberSteps:
+    """Steps of a run on this member.
+
+    Args:
+        runtime: Runtime that forms generations and commits.
+        settings: Settings of the run.
 
     Attributes:
         state: Kept objects.
@@ -43,18 +60,8 @@ class MemberSteps:
         start: Number of steps that were committed before the run.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        shards: int,
-        *,
-        reproducible: bool,
-        seed: int,
-        nan_guard: bool,
-        check_replicas: int,
-    ) -> None:
-        self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
-        self._seed, self._nan_guard, self._check_replicas = seed, nan_guard, check_replicas
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+        self._runtime, self._settings = runtime, settings
         # torch.manual_seed takes at least 0.1 ms to look for devices
         devices = torch.accelerator.is_available()
         self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
@@ -69,7 +76,7 @@ class MemberSteps:
         self._averaged: set[int] = set()
         self._assigned: list[list[int]] = []
         self.dealt: list[Shard] = []
-        self._assign([list(run) for run in deal(shards, runtime.size)])
+        self._assign([list(run) for run in deal(settings.shards, runtime.size)])
         self._speeds = Speeds(1)
         self._held: dict[int, Contribution] = {}  # results of local steps, for a repeated step
         self._held_step = 0
@@ -88,7 +95,7 @@ class MemberSteps:
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
         """Return the seed of a step and its first shard."""
-        return seed_of(self._seed, step, first, use)
+        return seed_of(self._settings.seed, step, first, use)
 
     def stop(self) -> None:
         """Ask to stop after the next step whose gradients are reduced."""
@@ -102,10 +109,10 @@ class MemberSteps:
         """Set the shards of each member."""
         self._assigned = assigned
         own = assigned[self._runtime.rank]
-        if self._reproducible:
+        if self._settings.reproducible:
             self.dealt = [Shard(number, number + 1) for number in own]
         else:
-            first = own[0] if own else self._shards
+            first = own[0] if own else self._settings.shards
             self.dealt = [Shard(first, first + len(own))]
 
     # -- called by a step --------------------------------------------------------------
@@ -113,7 +120,7 @@ class MemberSteps:
     def begin_step(self) -> None:
         """Clear gradients, and restore buffers to their values at the beginning of the step."""
         self._taken = []
-        self.state.begin_step(self.committed_steps, sync=not self._reproducible)
+        self.state.begin_step(self.committed_steps, sync=not self._settings.reproducible)
         if self._tree is not None and self._tree.fits():
             self._tree.clear()
         elif self._tree is not None:
@@ -132,7 +139,7 @@ class MemberSteps:
                 results.append(function(items[index]))
             self.state.put_buffers_back(step)
         self._check_unwritten()
-        self.state.begin_step(step, sync=not self._reproducible)
+        self.state.begin_step(step, sync=not self._settings.reproducible)
         return transfer.gather(runtime.process_group, results, runtime.wait)
 
     def shards(self) -> Iterator[Shard]:
@@ -157,14 +164,14 @@ class MemberSteps:
                 self._runtime.process_group, [sorted(self._held)], self._runtime.wait
             )
             if any(held):
-                self._assign(assign(self._shards, held))
+                self._assign(assign(self._settings.shards, held))
                 self._tree.assign(self._assigned)
                 self._tree.clear()
         self._settled = True
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and restore buffers."""
-        if self._reproducible and shard.first != self.dealt[0].first:
+        if self._settings.reproducible and shard.first != self.dealt[0].first:
             self.state.put_buffers_back(self.committed_steps)
         self._set_seed(self.seed_of(self.committed_steps, shard.first))
 
@@ -187,8 +194,8 @@ class MemberSteps:
         try:
             yield make(parameters)
             for parameter, value in zip(parameters, first, strict=True):
-                now = parameter.detach()
-                parameter.grad = None if torch.equal(now, value) else value - now
+                now, dtype = parameter.detach(), gradient_dtype(parameter)
+                parameter.grad = None if torch.equal(now, value) else (value - now).to(dtype)
         finally:
             for parameter, value in zip(parameters, first, strict=True):
                 parameter.detach().copy_(value)
@@ -210,7 +217,7 @@ class MemberSteps:
             return
         weight = self._check_weight(shard, weight)
         if self._tree is None:
-            batch = self._shards if self.samples is None else self.samples.batch
+            batch = self._settings.shards if self.samples is None else self.samples.batch
             for model in self.state.models:  # 1 if all have equally many samples: no multiplication
                 model.weight(weight * self._runtime.size / batch)
             loss.backward()
@@ -258,9 +265,9 @@ class MemberSteps:
         return [len(own) for own in self._assigned]
 
     def _is_time_to_compare(self) -> bool:
-        if not self._check_replicas or self._runtime.size == 1:
+        if not self._settings.check_replicas or self._runtime.size == 1:
             return False
-        return not self._compared or self.committed_steps % self._check_replicas == 0
+        return not self._compared or self.committed_steps % self._settings.check_replicas == 0
 
     def _compare(self, digests: Sequence[bytes]) -> None:
         """Raise on all members if their parameters differ."""
@@ -308,7 +315,7 @@ class MemberSteps:
             self._taken = self.state.take_gradients()
             let_go(error)
             return True
-        if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
+        if self._settings.nan_guard and isinstance(error, ReductionError) and error.parameters:
             self._runtime.end_all(error)
         self._runtime.stop()
         return False
@@ -329,12 +336,12 @@ class MemberSteps:
                 stepper.step()
 
     def _on_group(self) -> None:
-        if not self._reproducible and self._runtime.size > self._shards:
+        if not self._settings.reproducible and self._runtime.size > self._settings.shards:
             raise NotSupportedError(
-                f"{self._runtime.size} members and {self._shards} shards: pass "
+                f"{self._runtime.size} members and {self._settings.shards} shards: pass "
                 "elastic.join(shards=...) with at least the largest number of members"
             )
-        runs = deal(self._shards, self._runtime.size)
+        runs = deal(self._settings.shards, self._runtime.size)
         self._assign([list(run) for run in runs])
         self._settled = self._compared = False
         self._speeds = Speeds(self._runtime.size)
@@ -342,14 +349,14 @@ class MemberSteps:
         self.state.set_group(self._runtime.process_group)
         runs = [run for run in runs if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
-        if self._reproducible:
+        if self._settings.reproducible:
             self._grow_tree()
 
     def _grow_tree(self) -> None:
         """Build the tree for the current members and trained parameters."""
         self._tree = TreeSum(
             self.state,
-            self._shards,
+            self._settings.shards,
             self._runtime.process_group,
             self._runtime.wait,
             self._assigned,

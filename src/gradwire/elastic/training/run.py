@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import mark_temporary
 from gradwire.elastic.members import Runtime
 from gradwire.elastic.training import checkpoint
-from gradwire.elastic.training.member_steps import MemberSteps
+from gradwire.elastic.training.member_steps import MemberSteps, Settings
 from gradwire.elastic.training.samples import Samples, Shard
 from gradwire.elastic.training.step import Step
 from gradwire.errors import ArgumentError, ReductionError
@@ -23,26 +24,9 @@ from gradwire.errors import ArgumentError, ReductionError
 class Run:
     """This process's part in an elastic run. Use `join` to create it."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        shards: int,
-        *,
-        reproducible: bool,
-        seed: int,
-        nan_guard: bool,
-        check_replicas: int,
-    ) -> None:
-        self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
-        self._seed, self._nan_guard, self._check_replicas = seed, nan_guard, check_replicas
-        self._steps = MemberSteps(
-            runtime,
-            shards,
-            reproducible=reproducible,
-            seed=seed,
-            nan_guard=nan_guard,
-            check_replicas=check_replicas,
-        )
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+        self._runtime, self._settings = runtime, settings
+        self._steps = MemberSteps(runtime, settings)
         self._state = self._steps.state
 
     # -- properties -----------------------------------------------------------------
@@ -134,7 +118,7 @@ class Run:
             )
         for name, value in objects.items():
             self._state.keep(name, value)
-            if self._nan_guard and isinstance(value, nn.Module):
+            if self._settings.nan_guard and isinstance(value, nn.Module):
                 self._guard(value)
 
     def _guard(self, module: nn.Module) -> None:
@@ -182,26 +166,23 @@ class Run:
             raise ArgumentError("run.steps was called before: join another run to do more steps")
         if not self._state.modules:
             raise ArgumentError("run.keep got no model: call run.keep(model=..., optimizer=...)")
-        if not self._reproducible and not self._state.models:
+        if not self._settings.reproducible and not self._state.models:
             raise ArgumentError(
                 "reproducible=False needs a DistributedDataParallel in run.keep: wrap the model, "
                 "with process_group=run.group"
             )
         dealer = None
         if samples is not None:
+            of_run = self._settings
             dealer = Samples(
-                samples, batch=batch, shards=self._shards, seed=self._seed, shuffle=shuffle
+                samples, batch=batch, shards=of_run.shards, seed=of_run.seed, shuffle=shuffle
             )
         self._steps.samples = dealer
-        settings = {
-            "reproducible": self._reproducible,
-            "shards": self._shards,
-            "seed": self._seed,
+        settings = asdict(self._settings) | {
             "steps": steps,
             "samples": samples,
             "batch": None if samples is None else batch,
             "shuffle": None if samples is None else shuffle,
-            "check_replicas": self._check_replicas,
             "keep": sorted(self.kept),
         }
         try:
