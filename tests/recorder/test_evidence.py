@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import fcntl
 import os
@@ -17,8 +18,9 @@ import pytest
 
 from gradwire import recorder
 from gradwire.recorder import kernel
+from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.exit_notes import ExitNotes
-from gradwire.recorder.ring_file import RingFile, read_ring
+from gradwire.recorder.ring_file import SIZE, RingFile, read_ring
 from gradwire.recorder.verdict.reading import parse_stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -74,6 +76,27 @@ def test_ring_file_survives_sigkill(tmp_path):
     assert (last["op"], last["group"], last["sizes"], last["end"]) == ("all_reduce", "0", "(0,)", 0)
     assert last["line"]["name"] == "here"
     assert before < before_last["begin"] <= before_last["end"] < time.time_ns()
+
+
+def test_ring_file_has_its_space_from_the_start(tmp_path):
+    """Writing to a page for which a full disk has no room would end the process by SIGBUS."""
+    file = RingFile(tmp_path / "ring-0")
+    assert (tmp_path / "ring-0").stat().st_blocks * 512 >= SIZE
+    file.close()
+
+
+def test_a_full_disk_leaves_out_the_ring_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    files = CrashFiles(tmp_path)
+    files.start()
+    files.announce(0)
+    files.beat()
+    assert recorder.ring.file is None
+    assert read_ring(tmp_path / "ring-0") is None
+    files.stop()
 
 
 @pytest.mark.parametrize("content", [b"", b"gwring1\0", b"x" * 1000])

@@ -68,7 +68,8 @@ class CrashFiles:
             with contextlib.suppress(FileNotFoundError):
                 before.replace(after)
         if self._file is None:
-            self._file = ring.file = RingFile(self._path(RING))
+            with contextlib.suppress(OSError):  # a full disk: the program goes on without it
+                self._file = ring.file = RingFile(self._path(RING))
         if STACKS_SIGNAL is not None:
             self.stacks = self._path(STACKS)
             if self._stacks is None:

@@ -39,6 +39,9 @@ class RingFile:
     Args:
         path: File to create.
 
+    Raises:
+        OSError: The file cannot be created, for example on a full disk.
+
     Attributes:
         integers: The file as 64-bit integers, of which `begin` returns the index of an end. Writing
             these one by one is faster than packing a slot.
@@ -47,7 +50,10 @@ class RingFile:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE)  # pages are allocated as they are written
+            os.ftruncate(descriptor, SIZE)
+            if hasattr(os, "posix_fallocate"):
+                # now: to write a page that a full disk has no room for is a SIGBUS
+                os.posix_fallocate(descriptor, 0, SIZE)
             self._map = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
