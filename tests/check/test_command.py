@@ -102,6 +102,7 @@ def test_wrong_options_are_rejected(arguments, message):
     result = CliRunner().invoke(app, ["check", *arguments])
     assert result.exit_code == 2
     assert message in result.output
+    assert "check [OPTIONS] PROGRAM [ARGUMENTS...]" in result.output
 
 
 def test_every_check_is_documented():

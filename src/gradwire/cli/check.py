@@ -53,7 +53,7 @@ Examples:
     help="Seconds without progress after which the ranks are ended.",
 )
 @click.option("-m", "module", is_flag=True, help="Run PROGRAM as a module.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENTS...]")
 def check(
     nproc_per_node: int,
     steps: int,
