@@ -1,12 +1,8 @@
-"""Start of a checked program on the ranks of this host, and the program's process itself.
-
-`python -m gradwire.check.program FOLDER STEPS PROGRAM…` is one rank.
-"""
+"""Start of a checked program on the ranks of this host, each by `gradwire.check.__main__`."""
 
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -17,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwire.check.observer import LIMIT_PREFIX, Observer
+from gradwire.check.observer import LIMIT_PREFIX
 from gradwire.check.run import Run
 
 _POLL_SECONDS = 0.1
@@ -54,7 +50,7 @@ def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) 
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-check-") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", __name__, name, str(steps), *program]
+        command = [sys.executable, "-m", __package__, name, str(steps), *program]
         with _started(command, ranks) as processes:
             stalled = _wait(processes, folder, timeout)
             codes = [process.poll() for process in processes]
@@ -115,20 +111,3 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float
         if time.time() > latest + timeout + _START_SECONDS * (len(files) < len(codes)):
             return True
         time.sleep(_POLL_SECONDS)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run a program as one rank, observed."""
-    folder, steps, *program = arguments
-    with Observer(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
-        if program[0] == "-m":
-            sys.argv = program[1:]
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = program
-            sys.path[0] = str(Path(program[0]).absolute().parent)
-            runpy.run_path(program[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
