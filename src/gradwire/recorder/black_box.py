@@ -143,7 +143,7 @@ class BlackBox:
             path = self.directory / f"{self.prefix}{rank}"
             # unique even if processes in different containers have the same PID
             content = pickle.dumps(record, protocol=2)
-            for target in (path, self.directory / f"{FIRST}{rank}") if first else (path,):
+            for target in (self.directory / f"{FIRST}{rank}", path) if first else (path,):
                 partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
                 try:
                     partial.write_bytes(content)
