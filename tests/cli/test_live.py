@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
+from gradwire.cli.live import directories
 
 pytestmark = pytest.mark.timeout(200)
 PROGRAM = """
@@ -58,6 +59,7 @@ def job(tmp_path):
 
 def test_hanging_job_is_explained_and_goes_on(job):
     ranks, dumps, file = job
+    assert dumps in directories("all")
     for target in (str(ranks[0].pid), str(dumps)):
         end = time.monotonic() + 60
         while True:  # a rank has to have waited for a second

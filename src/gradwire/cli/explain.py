@@ -102,7 +102,10 @@ def _explain_live(target: str, as_json: bool) -> int:
     for pid in pids:
         click.echo(live.without_recorder(pid))
     if not pids:
-        raise ArgumentError("no process of this user on this host records, or is a rank")
+        raise ArgumentError(
+            "no process of this user on this host records, or is a rank: start the job with "
+            "`gradwire run`, or with GRADWIRE_RECORDER=dumps in its environment"
+        )
     return code
 
 
