@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.check import CHECKS, Finding, Observer, Run, choose, conclude
+from gradwire.check import CHECKS, Finding, Run, choose, conclude
+from gradwire.check.__main__ import observed
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def _rank(
     try:
         if folder is None:
             return program(*args)
-        with Observer(Path(folder), rank, steps=steps):
+        with observed(Path(folder), rank, steps=steps):
             return program(*args)
     finally:
         for name in variables:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from check.common import ROOT
-from gradwire.check import Observer, Run, training_probes
+from gradwire.check import Run, training_probes
+from gradwire.check.__main__ import observed
 from gradwire.check.loss import terms_of, uses
 from gradwire.check.observer import bit_sum, digest, random_state, sample_digests
 
@@ -40,7 +41,7 @@ def test_patches_are_removed(tmp_path: Path) -> None:
     ]
     before = [getattr(owner, name) for owner, name in patched]
     hooks = len(nn.modules.module._global_forward_pre_hooks)
-    with Observer(tmp_path, 0):
+    with observed(tmp_path, 0):
         during = [getattr(owner, name) for owner, name in patched]
     assert not any(a is b for a, b in zip(before, during, strict=True))
     assert all(getattr(o, n) is b for (o, n), b in zip(patched, before, strict=True))
@@ -52,7 +53,7 @@ def test_a_failed_observation_is_recorded_and_given_up(tmp_path: Path, monkeypat
         raise KeyError("here")
 
     monkeypatch.setattr(training_probes, "terms_of", fail)
-    with Observer(tmp_path, 0):
+    with observed(tmp_path, 0):
         train(3)
     run = Run.read(tmp_path)
     assert [e["probe"] for e in run.of("blind", 0)] == ["_backward"]
@@ -60,7 +61,7 @@ def test_a_failed_observation_is_recorded_and_given_up(tmp_path: Path, monkeypat
 
 
 def test_nothing_is_written_after_the_last_step(tmp_path: Path) -> None:
-    with Observer(tmp_path, 0, steps=2):
+    with observed(tmp_path, 0, steps=2):
         train(4)
     run = Run.read(tmp_path)
     assert run.ended(0) == "limit"
@@ -68,7 +69,7 @@ def test_nothing_is_written_after_the_last_step(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_program_is_recorded_and_raised(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Observer(tmp_path, 0):
+    with pytest.raises(ZeroDivisionError), observed(tmp_path, 0):
         raise ZeroDivisionError
     assert Run.read(tmp_path).ended(0) == "error"
 

@@ -1,19 +1,18 @@
 """Search for mistakes in data-parallel programs that raise no error: `gradwire check`.
 
 Each rank of a checked program records what it does, by hooks and patches in that process alone
-(`Observer`). Afterwards the checks compare the ranks' records (`conclude`).
+(`gradwire.check.__main__`). Afterwards the checks compare the ranks' records (`conclude`).
 """
 
 from gradwire.check import data_checks as _data
 from gradwire.check import gradient_checks as _gradients
 from gradwire.check import state_checks as _state
-from gradwire.check.observer import Observer
 from gradwire.check.program import Outcome as Outcome
 from gradwire.check.program import run_checked as run_checked
 from gradwire.check.run import Check, Finding, Run, choose, conclude
 
 # Names imported as themselves are for other packages of gradwire, and not public.
-__all__ = ["CHECKS", "Check", "Finding", "Observer", "Run", "choose", "conclude"]
+__all__ = ["CHECKS", "Check", "Finding", "Run", "choose", "conclude"]
 
 CHECKS: tuple[Check, ...] = (
     _data.SameBatches(),

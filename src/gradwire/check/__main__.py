@@ -3,16 +3,29 @@
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from gradwire.check.data_probes import observe_data
 from gradwire.check.observer import Observer
+from gradwire.check.process_probes import observe_process
+from gradwire.check.training_probes import Training
+
+
+@contextmanager
+def observed(folder: Path, rank: int, *, steps: int = 0) -> Iterator[None]:
+    """Record what this process does, by all probes; see `Observer` for the arguments."""
+    with Observer(folder, rank, steps=steps) as observer:
+        observe_data(observer)
+        observe_process(observer, Training(observer))
+        yield
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a program as one rank, observed."""
     folder, steps, *program = arguments
-    with Observer(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
+    with observed(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
         if program[0] == "-m":
             sys.argv = program[1:]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)

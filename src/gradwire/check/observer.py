@@ -62,18 +62,11 @@ class Observer:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Observer:
-        from gradwire.check.data_probes import observe_data
-        from gradwire.check.process_probes import observe_process
-        from gradwire.check.training_probes import Training
-
         # of torch.compile, about the hook that watches calls; it does nothing in graphs
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         self._file = self._path.open("w", encoding="utf-8")
         self._thread = threading.get_ident()
         self.active = True
-        self.training = Training(self)
-        observe_data(self)
-        observe_process(self)
         return self
 
     def __exit__(

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 
 from gradwire._engine_errors import backend_timeout
 from gradwire.check.observer import Observer, user_line
+from gradwire.check.training_probes import Training
 
 _REDUCING = ("all_reduce", "all_reduce_coalesced")
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
@@ -24,11 +25,11 @@ _WAIT_SECONDS = 0.5
 """Shortest wait in a collective that is written."""
 
 
-def observe_process(observer: Observer) -> None:
+def observe_process(observer: Observer, training: Training) -> None:
     """Write events for the program's own collectives, and for what it does to gradients."""
     for name in _WAITING:
         if hasattr(dist, name):
-            observer.patch_everywhere((dist, c10d), name, _collective(observer, name))
+            observer.patch_everywhere((dist, c10d), name, _collective(observer, training, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         observer.patch_everywhere((utils, clip_grad), name, _clipping(observer, name))
     began: list[float] = []
@@ -43,21 +44,20 @@ def observe_process(observer: Observer) -> None:
     observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
 
 
-def _collective(observer: Observer, name: str) -> Callable[[Any], Any]:
+def _collective(observer: Observer, training: Training, name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            training = observer.training
             own = training.inside or training.in_backward or torch.compiler.is_compiling()
             if own or not observer.active or observer.busy:  # of a wrapper, or of gradwire
                 return original(*args, **kwargs)
-            observer.look(_before, observer, name, args, kwargs)
+            observer.look(_before, observer, training, name, args, kwargs)
             since = time.monotonic()
             result = original(*args, **kwargs)
             until = time.monotonic()
             if until - since > _WAIT_SECONDS:
                 observer.look(_waited, observer, name, since, until)
             if name in _GATHERING:
-                observer.look(_gathered, observer, args, kwargs)
+                observer.look(_gathered, training, args, kwargs)
             return result
 
         return called
@@ -65,21 +65,21 @@ def _collective(observer: Observer, name: str) -> Callable[[Any], Any]:
     return make
 
 
-def _before(observer: Observer, name: str, args: Any, kwargs: Any) -> None:
+def _before(observer: Observer, training: Training, name: str, args: Any, kwargs: Any) -> None:
     if name == "barrier":
         observer.emit("barrier")
     elif name in _REDUCING:
         tensors = args[0] if args else kwargs.get("tensor")
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            if isinstance(tensor, Tensor) and (of := _whose_gradient(observer, tensor)):
+            if isinstance(tensor, Tensor) and (of := _whose_gradient(training, tensor)):
                 observer.emit("reduced", parameter=of)
 
 
-def _whose_gradient(observer: Observer, tensor: Tensor) -> str:
+def _whose_gradient(training: Training, tensor: Tensor) -> str:
     """Return the place of the parameter whose gradient this is; "" if there is none."""
     if tensor.numel() == 0:
         return ""
-    for optimizer, number in observer.training.optimizers.items():
+    for optimizer, number in training.optimizers.items():
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         for index, parameter in enumerate(parameters):
             grad = parameter.grad
@@ -94,13 +94,13 @@ def _waited(observer: Observer, name: str, since: float, until: float) -> None:
     observer.emit("waited", op=name, since=since, until=until, timeout=timeout)
 
 
-def _gathered(observer: Observer, args: Any, kwargs: Any) -> None:
+def _gathered(training: Training, args: Any, kwargs: Any) -> None:
     """Keep the outputs of a gather whose input needs a gradient, until backward."""
     if len(args) < 2 or not isinstance(args[1], Tensor) or not args[1].requires_grad:
         return
     outputs = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     if not any(t.requires_grad for t in outputs):
-        observer.training.gathered.append((outputs, args[1], user_line()))
+        training.gathered.append((outputs, args[1], user_line()))
 
 
 def _clipping(observer: Observer, name: str) -> Callable[[Any], Any]:
