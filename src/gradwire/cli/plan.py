@@ -98,12 +98,8 @@ def plan(
     With --here, start the command on every rank with `gradwire run` or torchrun. It then measures a
     step while all ranks compute, and collectives on the link between them.
     """
-    if plot is not None and find_spec("matplotlib") is None:
-        raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise click.UsageError(f"--plot is {str(plot)!r}: pass a file that ends with .svg or .png")
-    if plot is not None and not plot.parent.is_dir():
-        raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist: create it")
+    if plot is not None:
+        _check_plot(plot)
     if here and "RANK" not in os.environ:
         raise click.UsageError("--here needs ranks: start each with gradwire run or torchrun")
     import torch
@@ -134,6 +130,15 @@ def plan(
     if plot is not None:
         draw(rows, plot)
         console.print(f"{plot} written", markup=False)
+
+
+def _check_plot(plot: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
+    if plot.suffix not in (".svg", ".png"):
+        raise click.UsageError(f"--plot is {str(plot)!r}: pass a file that ends with .svg or .png")
+    if not plot.parent.is_dir():
+        raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist: create it")
 
 
 def _predicted(

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -76,23 +77,20 @@ def run_ranks(
     if isinstance(hosts, Hosts):
         pool, names = hosts.pool, [""] * world_size
         environment["GLOO_SOCKET_IFNAME"] = INTERFACE
-    call = _pickled_call(fn, args)
+    first = Task(
+        call=_pickled_call(fn, args),
+        rank=0,
+        world_size=world_size,
+        backend=backend,
+        timeout=timeout,
+        path=tuple(sys.path),
+        directory=os.getcwd(),
+        environment=environment,
+        host=names[0],
+    )
     with pool.lock:
         workers = pool.take(world_size)
-        tasks = [
-            Task(
-                call=call,
-                rank=rank,
-                world_size=world_size,
-                backend=backend,
-                timeout=timeout,
-                path=tuple(sys.path),
-                directory=os.getcwd(),
-                environment=environment,
-                host=names[rank],
-            )
-            for rank in range(world_size)
-        ]
+        tasks = [replace(first, rank=rank, host=name) for rank, name in enumerate(names)]
         # a FileStore in a file without a name: a TCPStore resolves addresses, which takes seconds
         # if the name server does not answer, and other users can connect to it
         store = os.memfd_create("gradwire-store")

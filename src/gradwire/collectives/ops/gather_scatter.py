@@ -234,7 +234,31 @@ def scatter(
     root = root_of(group, src, group_src, "src")
     if like is None:
         refuse_in_transforms("scatter without like", "give like on every rank")
-    exchanges = like is None or consistency.enabled(check)
+    checked = consistency.enabled(check)
+    source, context = _agreed_source(xs, root, dim, sizes, like, group, checked=checked)
+    plan = Scatter(group, root, source.sizes, len(source.rows))
+    rows = source.rows
+
+    def finish(y: Tensor) -> Tensor:
+        return y.reshape(()) if source.scalars else move_back(y, source.dim)
+
+    if async_op:
+        return plan.apply_async(rows, context).then(finish)
+    return finish(plan.apply(rows, context))
+
+
+def _agreed_source(
+    xs: Any,
+    root: int,
+    dim: int,
+    sizes: Sequence[int] | None,
+    like: Tensor | None,
+    group: ProcessGroup,
+    *,
+    checked: bool,
+) -> tuple[ScatterSource, consistency.CheckContext]:
+    """Return the root's tensor as rows: of the root's argument, of `like`, or as the root tells."""
+    exchanges = like is None or checked
     source: ScatterSource | Refusal | None = None
     if group.rank() == root:
         try:
@@ -253,12 +277,4 @@ def scatter(
         resolve_sizes(source.sizes, source.expected_rows, group)
     if group.rank() != root and like is None:
         source = source.attach_to(xs)
-    plan = Scatter(group, root, source.sizes, len(source.rows))
-    rows = source.rows
-
-    def finish(y: Tensor) -> Tensor:
-        return y.reshape(()) if source.scalars else move_back(y, source.dim)
-
-    if async_op:
-        return plan.apply_async(rows, context).then(finish)
-    return finish(plan.apply(rows, context))
+    return source, context
