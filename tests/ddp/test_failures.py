@@ -620,7 +620,7 @@ def test_a_failure_one_step_ahead_is_raised_a_step_later():
             net.module.sprung = False
             assert_good_step(net)  # rings, and meets rank 1 in its step 3
         else:
-            channel = net.reducer._backward.domain._channel
+            channel = net.reducer._backward.domain.channel
 
             def held(work, poll, **options):
                 while not channel.error_reported():

@@ -585,7 +585,7 @@ def polled_after_destroying():
     group = dist.new_group()
     net, old = DistributedDataParallel(mlp()), DistributedDataParallel(mlp(), process_group=group)
     step(net, old)
-    world, destroyed = (FaultDomain.of(g)._channel for g in (dist.group.WORLD, group))
+    world, destroyed = (FaultDomain.of(g).channel for g in (dist.group.WORLD, group))
     dist.barrier()
     dist.destroy_process_group(group)
     asked = []

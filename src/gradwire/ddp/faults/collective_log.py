@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.ddp.faults.waiting import InFlight, work_in_flight
+from gradwire.ddp.faults.waiting import InFlight, first_failure, work_in_flight
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
 from gradwire.shm import Operations, shm_backend_of
@@ -99,6 +99,16 @@ class CollectiveLog:
     def in_flight(self) -> list[InFlight]:
         """Return the logged communication whose handles are kept here."""
         return [work_in_flight(work) for work in (*self.works, *self._small)]
+
+    def failure(self) -> BaseException | None:
+        """Return the failure of a hook's collective, from its handle or its shm group, or None."""
+        if error := first_failure([work_in_flight(work) for work in self.works]):
+            return error
+        for group in (self._group(), *map(group_of, self.elsewhere)):
+            member = None if group is None else shm_backend_of(group)
+            if member is not None and member.failure is not None:
+                return member.failure
+        return None
 
     def position(self) -> int:
         """Return the number of the last collective sent on the group."""

@@ -8,41 +8,75 @@ by the number of times that the ranks have been resynchronized.
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Work
 
-from gradwire._groups import store_of
+from gradwire._groups import find_store, store_of
 from gradwire._processes import is_alive, this_process
+from gradwire.ddp.group import broadcast_options, message_device
 from gradwire.errors import PeerLostError
 
-STORE_USE = "ranks report errors to each other"
-
+TOKEN_BYTES = 16
 ANSWER_SECONDS = 1.0
 """Time after which a request to the store counts as unanswered. It is repeated later."""
+LIVENESS_SECONDS = 1.0
+"""Interval at which a rank checks that the ranks it waits for are still running."""
+EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
 
 
 class ErrorChannel:
-    """Values that the ranks of a group publish to each other.
+    """Values that the ranks of a group publish to each other, once they are connected.
 
     Args:
         group: Process group.
-        token: Unique name of the group, the same on every rank.
+
+    Attributes:
+        has_store: False for a group without a store, such as some groups written in Python, whose
+            ranks are never connected.
+        name: Random name of the group, the same on all ranks; empty before `connect`.
 
     If the store does not answer in time, methods return as if no value were published. If it is
     gone, they raise PeerLostError.
     """
 
-    def __init__(self, group: ProcessGroup, token: str) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._size = group.rank(), group.size()
-        self._store = PrefixStore(f"gradwire/{token}", store_of(group, STORE_USE))
+        self.has_store = find_store(group) is not None
+        self.name = "" if self.has_store else "no store"
+        self._token: tuple[Tensor, Work] | None = None
+        self._store: Any = None
         self._round = 0
         self._asking: threading.Thread | None = None
         self._processes: dict[int, str] = {}
+        self._next_look, self._seen_dead = 0.0, list[int]()
+
+    @property
+    def connected(self) -> bool:
+        """True once the ranks can publish values."""
+        return self._store is not None
+
+    def start_connecting(self, group: ProcessGroup) -> tuple[Tensor, Work]:
+        """Return the random name, and the handle of its broadcast, which is sent once."""
+        if self._token is None:
+            mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
+            token = mine.to(message_device(group))
+            self._token = token, group.broadcast([token], broadcast_options(0))
+        return self._token
+
+    def connect(self, group: ProcessGroup, token: Tensor) -> None:
+        """Open the channel under the name that has arrived."""
+        self.name = bytes(token.tolist()).hex()
+        store = store_of(group, "ranks report errors to each other")
+        self._store = PrefixStore(f"gradwire/{self.name}", store)
         self._ask(self._store.set, f"process/{self._rank}", this_process())
 
     def report(self) -> bool:
@@ -80,6 +114,19 @@ class ErrorChannel:
         values = self._ask(self._store.multi_get, keys)
         return None if values is _NOTHING else [json.loads(value) for value in values]
 
+    def exchange(self, topic: str, value: Any, seconds: float) -> list[Any] | None:
+        """Return every rank's value, or None after a time, or if the ranks are not connected.
+
+        Used for the text of errors that all ranks raise, while collectives may be in progress.
+        """
+        if not self.connected:
+            return None
+        self.publish(topic, value)
+        deadline = time.monotonic() + min(EXCHANGE_SECONDS, seconds)
+        while (values := self.published(topic)) is None and time.monotonic() < deadline:
+            time.sleep(EXCHANGE_POLL_SECONDS)
+        return values
+
     def missing_ranks(self, topic: str) -> list[int]:
         """Return the ranks that have not published a value; empty if the store does not answer."""
         keys = {rank: self._key(f"{topic}/{rank}") for rank in range(self._size)}
@@ -90,6 +137,23 @@ class ErrorChannel:
         """Return the ranks whose processes ran on this host and have ended."""
         known = {rank: self._process(rank) for rank in ranks}
         return [rank for rank, process in known.items() if process and not is_alive(process)]
+
+    def death(self) -> PeerLostError | None:
+        """Return the failure if other ranks' processes have ended; checked once per second.
+
+        Backends usually report a death sooner. Gloo, however, loses a send in progress when the
+        connection ends and then waits for the group's timeout (one death in a thousand with 3
+        ranks).
+        """
+        if (now := time.monotonic()) < self._next_look:
+            return None
+        self._next_look = now + LIVENESS_SECONDS
+        before = self._seen_dead
+        self._seen_dead = self.dead([r for r in range(self._size) if r != self._rank])
+        # Require two checks: data that a rank sent before it ended may still be arriving.
+        if lost := [rank for rank in self._seen_dead if rank in before]:
+            return PeerLostError(f"ranks {lost} ended while this rank waited for them")
+        return None
 
     def _process(self, rank: int) -> str | None:
         key = f"process/{rank}"

@@ -14,36 +14,76 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed import ProcessGroup
 
 from gradwire._engine_errors import backend_failure, is_over
-from gradwire.ddp.faults.collective_log import group_of
-from gradwire.ddp.faults.participants import Participant
+from gradwire._groups import find_store
+from gradwire.ddp.faults.collective_log import CollectiveLog
+from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.participants import Participant, Participants
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
-from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
-from gradwire.ddp.faults.waiting import first_failure, work_in_flight
-from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
+from gradwire.ddp.faults.resynchronization_round import UNDECIDED_TEXT, ResynchronizationRound
+from gradwire.ddp.group import timeout_of
+from gradwire.errors import (
+    BrokenGroupError,
+    DistributedError,
+    HookError,
+    PeerLostError,
+    ReductionError,
+)
 from gradwire.recorder import record_error
 from gradwire.shm import shm_backend_of
 
 RESYNC_POLL_SECONDS = 2e-3
+_NO_STORE = (
+    "the process group has no store for error reports between ranks: if one rank fails, the "
+    "others wait until their timeout. Make the group with init_process_group or new_group"
+)
+INTERRUPTED_TEXT = "backward was interrupted by an exception"
 _DOMAINS: weakref.WeakKeyDictionary[ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()
 _DOMAINS_LOCK = threading.Lock()
 _WITH_INTERRUPTED: set[FaultDomain] = set()
 """Domains with a backward that an exception ended on this rank."""
 
-INTERRUPTED_TEXT = "backward was interrupted by an exception"
 
-
-class FaultDomain(Resynchronizer):
+class FaultDomain:
     """Errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
 
-    See `Resynchronizer` for the attributes.
+    Args:
+        group: Process group.
+
+    Attributes:
+        participants: Reducers of the group on this rank.
+        lock: Lock held while anything is sent. It keeps a single order, and keeps the position
+            constant while it is stated.
+        log: Log of sent collectives.
+        channel: Error reports between the ranks; see `connect`.
+        seconds: Timeout of the group.
+        hook_future: Future of the last hook call if its callbacks may send more collectives.
+            Nothing else is sent on the group before it is done.
     """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # a domain must not keep its group alive
+        self.channel = ErrorChannel(group)
+        if not self.channel.has_store:
+            warnings.warn(_NO_STORE, stacklevel=4)
+        self.participants = Participants()
+        self.lock = threading.RLock()
+        self.log = CollectiveLog(group)
+        self.seconds = timeout_of(group)
+        self.hook_future: torch._C.Future[Any] | None = None
+        self._round: ResynchronizationRound | None = None
+        self._positions: list[int] = []  # of each rank, in the last round
+        self._diverged = ""  # message about ranks that missed a step before the last round
+        self._deferred: DistributedError | None = None  # another rank's error, yet to be raised
+        self._broken: str | None = None
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:
@@ -72,13 +112,153 @@ class FaultDomain(Resynchronizer):
         with _DOMAINS_LOCK:
             domain = _DOMAINS.pop(group, None)
         if domain is not None:
-            domain.broken = domain.broken or "this rank has left the group"
+            domain._broken = domain._broken or "this rank has left the group"
             _WITH_INTERRUPTED.discard(domain)
 
     @property
-    def no_error_pending(self) -> bool:
+    def group(self) -> ProcessGroup:
+        """Process group."""
+        group = self._group()
+        assert group is not None
+        return group
+
+    @property
+    def orphaned(self) -> bool:
+        """True if the group is gone: destroyed and no longer referenced."""
+        return self._group() is None
+
+    @property
+    def broken(self) -> str | None:
+        """Reason that the group cannot be used again, or None."""
+        return self._broken
+
+    @property
+    def _no_error_pending(self) -> bool:
         """True if no error is waiting to be raised and no resynchronization is running."""
-        return self.deferred is None and self.broken is None and not self.running
+        return self._deferred is None and self._broken is None and self._round is None
+
+    @property
+    def name(self) -> str:
+        """Random name of the group, the same on all ranks; empty before `connect`."""
+        return self.channel.name
+
+    # -- rounds ----------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect the group's error channel, under a random name that rank 0 broadcasts.
+
+        This is the first collective of every rank on the group, once for all reducers: when ranks
+        verify the first model, or else in its first backward. Later calls return at once. A name
+        from a count of groups or wrappers would differ on a rank that makes one more, such as a
+        copy of the model on rank 0.
+
+        Raises:
+            DistributedError: The broadcast failed; the group is broken.
+        """
+        if self.channel.name:
+            return
+        with self.lock:
+            since, (token, work) = time.monotonic(), self.channel.start_connecting(self.group)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                timed_out = is_over(since, self.seconds)
+                failure = backend_failure(error, "the first message", timed_out=timed_out)
+                self.give_up(failure, error)
+            self.channel.connect(self.group, token)
+
+    def begin_round(self, error: str) -> bool:
+        """Begin a round with this rank's error; return False if a round had already begun.
+
+        Raises:
+            BrokenGroupError: The group cannot be used again.
+        """
+        if self._broken is not None:
+            raise BrokenGroupError(self._broken)
+        if not self.channel.has_store:
+            self._break(BrokenGroupError(f"{error}; {_NO_STORE}"))
+            return True
+        self.connect()
+        with self.lock:
+            if self._round is not None:
+                return False
+            self._round = self._new_round(error)
+        return True
+
+    def _new_round(self, error: str | None) -> ResynchronizationRound:
+        return ResynchronizationRound(
+            self.group, self.channel, self.log, self.participants, error, self.seconds
+        )
+
+    def _advance(self) -> bool:
+        """Advance as far as possible without waiting; return True if there is more to do.
+
+        Begins a round if another rank has reported an error. A failure breaks the group.
+        """
+        group = self._group()
+        # Without a store, the group was destroyed, but is still referenced.
+        if group is None or find_store(group) is None:
+            return False
+        if not self.channel.connected or self._broken is not None:
+            return False
+        # Non-blocking: a thread polls all groups while it holds the lock of one, so two threads
+        # could deadlock. The thread that holds the lock advances this round.
+        if not self.lock.acquire(blocking=False):
+            return self._round is not None
+        try:
+            if self._round is None:
+                if (failure := self.channel.broken()) is not None:
+                    raise failure
+                if not self.channel.error_reported():
+                    return False
+                self._round = self._new_round(None)
+            if not self._round.advance():
+                return True
+            self._end_round(self._round)
+        except DistributedError as error:
+            self._break(error)
+        finally:
+            self.lock.release()
+        return False
+
+    def _end_round(self, done: ResynchronizationRound) -> None:
+        self.channel.next_round()
+        self._round, self._positions, self._diverged = None, done.positions, done.diverged
+        self.log.clear()
+        self.hook_future = None
+        if (error := done.error()) is None:
+            return
+        self._deferred = error
+        if isinstance(error, BrokenGroupError):
+            self._broken = str(error)
+        else:
+            record_error(error, group=self._group())
+
+    def _look(self, look: Callable[[], PeerLostError | None]) -> None:
+        """Break the group if a function of the channel finds that it has failed."""
+        if not self.channel.connected or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if (failure := look()) is not None:
+                raise failure
+        except PeerLostError as error:  # also of a store that is gone
+            self._break(error)
+        finally:
+            self.lock.release()
+
+    def give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
+        """Break the group after a failure of the group itself, and raise the error."""
+        self._break(error)
+        self._deferred = None
+        self.participants.reset()
+        raise error from cause
+
+    def _break(self, error: DistributedError) -> None:
+        record_error(error)
+        self._broken, self._deferred = f"the group failed earlier: {error}", error
+        self._round = None
+        if self.channel.connected:
+            self.channel.report_broken(str(error))
 
     # -- errors here -----------------------------------------------------------------------
 
@@ -87,20 +267,20 @@ class FaultDomain(Resynchronizer):
         record_error(error)
         reported = self.begin_round(f"{type(error).__name__}: {error}")
         _resynchronize_all()
-        if not self.has_store:
-            self.deferred = None
+        if not self.channel.has_store:
+            self._deferred = None
             self.participants.reset()
             raise error from cause
-        if self.broken is not None:
+        if self._broken is not None:
             self.raise_deferred()
         if not reported:  # another rank's error, which ended the backward on every rank
-            self.deferred = None
+            self._deferred = None
         self.participants.start_over()
         raise error from cause
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
         """Raise the failure of the group that made a hook fail, or else the hook's own error."""
-        if failure := self._backend_error():
+        if failure := self.log.failure():
             self.give_up(self.translate(failure, what), error)
         if isinstance(error, DistributedError):
             self.fail(error)
@@ -109,18 +289,8 @@ class FaultDomain(Resynchronizer):
 
     def raise_hidden(self, what: str) -> None:
         """Raise a failure of the group that a hook's callback has ignored."""
-        if failure := self._backend_error():
+        if failure := self.log.failure():
             self.give_up(self.translate(failure, what), failure)
-
-    def _backend_error(self) -> BaseException | None:
-        """Return the failure of a hook's collective, from its handle or its shm group, or None."""
-        if error := first_failure([work_in_flight(work) for work in self.log.works]):
-            return error
-        for group in (self.group, *map(group_of, self.log.elsewhere)):
-            member = None if group is None else shm_backend_of(group)
-            if member is not None and member.failure is not None:
-                return member.failure
-        return None
 
     def translate(self, error: BaseException, what: str) -> DistributedError:
         """Translate a backend's failure of a collective in progress to a DistributedError."""
@@ -145,7 +315,7 @@ class FaultDomain(Resynchronizer):
         Covers all groups, because one exception may end backwards in several. Call `raise_deferred`
         afterwards.
         """
-        if not _WITH_INTERRUPTED and not self.running:
+        if not _WITH_INTERRUPTED and self._round is None:
             return
         _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d.orphaned])
         domains = {self, *_WITH_INTERRUPTED}
@@ -156,9 +326,9 @@ class FaultDomain(Resynchronizer):
             domain._after_interrupted()
 
     def _report_interrupted(self) -> None:
-        if self not in _WITH_INTERRUPTED or self.broken is not None:
+        if self not in _WITH_INTERRUPTED or self._broken is not None:
             return
-        if self.deferred is not None:
+        if self._deferred is not None:
             return  # another rank's error has already ended that backward on every rank
         self.begin_round(UNDECIDED_TEXT if self.participants.undecided() else INTERRUPTED_TEXT)
 
@@ -167,17 +337,17 @@ class FaultDomain(Resynchronizer):
         if self not in _WITH_INTERRUPTED:
             return
         _WITH_INTERRUPTED.discard(self)
-        if self.broken is not None:
+        if self._broken is not None:
             return
         undecided = self.participants.undecided()
-        if not self.diverged and any(all_took_part(end, self.positions) for end in undecided):
+        if not self._diverged and any(all_took_part(end, self._positions) for end in undecided):
             # The backward was COMMITTING when this rank made its statement of that round, and was
             # interrupted later. The other ranks do not know yet that this rank missed the step.
             self.begin_round(UNDECIDED_TEXT)
             _resynchronize_all()
-            if self.broken is not None:
+            if self._broken is not None:
                 return
-        self.deferred = ReductionError(self.diverged) if self.diverged else None
+        self._deferred = ReductionError(self._diverged) if self._diverged else None
         self.participants.start_over()
 
     # -- errors elsewhere ------------------------------------------------------------------
@@ -203,15 +373,15 @@ class FaultDomain(Resynchronizer):
             PeerLostError, CollectiveTimeoutError: The group failed.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
-        if self.deferred is not None:
-            error, self.deferred = self.deferred, None
-            if self.broken is None:
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            if self._broken is None:
                 self.participants.start_over()
             else:
                 self.participants.reset()
             raise error
-        if self.broken is not None:
-            raise BrokenGroupError(self.broken)
+        if self._broken is not None:
+            raise BrokenGroupError(self._broken)
 
     def poll(self, waiter: Participant) -> None:
         """Raise if another rank has reported an error. Called periodically by waits.
@@ -222,25 +392,25 @@ class FaultDomain(Resynchronizer):
         rank, so it is completed first.
         """
         _resynchronize_all()
-        if self.no_error_pending:
-            self.look_for_deaths()
-        if self.deferred is None and self.broken is None:
+        if self._no_error_pending:
+            self._look(self.channel.death)
+        if self._deferred is None and self._broken is None:
             return
-        if self.broken is not None or not may_finish(waiter.state, waiter.end, self.positions):
+        if self._broken is not None or not may_finish(waiter.state, waiter.end, self._positions):
             self.raise_deferred()
 
     def poll_lost(self, *, look: bool) -> None:
         """Raise if the group has failed; with `look`, also check for ranks that have ended."""
-        if self.broken is None:
-            self.hear_of_loss()
-        if self.broken is None and look:
-            self.look_for_deaths()
-        if self.broken is not None:
+        if self._broken is None:
+            self._look(self.channel.broken)
+        if self._broken is None and look:
+            self._look(self.channel.death)
+        if self._broken is not None:
             self.raise_deferred()
 
     def poll_known(self, waiter: Participant) -> None:
         """Call `poll` only if an error is already known on this rank, to save time without one."""
-        if not self.no_error_pending:
+        if not self._no_error_pending:
             self.poll(waiter)
 
 
@@ -251,7 +421,7 @@ def _resynchronize_all() -> None:
     otherwise wait for each other.
     """
     while True:
-        unfinished = [d for d in list(_DOMAINS.values()) if d.advance()]
+        unfinished = [d for d in list(_DOMAINS.values()) if d._advance()]
         if not unfinished:
             return
         time.sleep(RESYNC_POLL_SECONDS)

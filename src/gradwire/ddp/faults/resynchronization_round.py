@@ -17,6 +17,7 @@ from gradwire.ddp.faults.collective_log import (
     sequence_number,
 )
 from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import (
     Phase,
     Statement,
@@ -25,33 +26,43 @@ from gradwire.ddp.faults.protocol import (
     missing_elsewhere,
     next_phase,
 )
-from gradwire.ddp.faults.waiting import InFlight, first_failure, work_in_flight
-from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
+from gradwire.ddp.faults.waiting import first_failure, work_in_flight
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+)
 
 RESYNC_TIMEOUT_SECONDS = 300.0
 """Maximum time to wait for other ranks, which notice an error when they next poll."""
 LIVENESS_SECONDS = 0.5
 """Interval at which a rank checks that silent ranks are still running."""
+UNDECIDED_TEXT = (
+    "backward was interrupted by an exception after its last message: ranks that reduced gradients "
+    "in that step have taken a step that this rank has not; give all ranks the same parameters"
+)
 
 
 class ResynchronizationRound:
     """Round that publishes a statement, joins missed collectives and publishes the outcome.
 
+    From its beginning on, this rank only sends collectives that others wait in.
+
     Args:
         group: Process group.
         channel: Error channel of the group.
         log: Collective log of the group.
-        statement: Statement of this rank.
-        in_flight: Communication in progress on this rank.
+        participants: Reducers of the group on this rank.
+        error: Error of this rank; None if it only learnt of another rank's error.
         seconds: Timeout of the group.
 
     Attributes:
-        own: Error of this rank, or None.
-        failures: Errors by rank.
-        positions: Stated position of each rank.
-        diverged: Ranks that missed, because of an exception, a step that others may have taken.
-        broken: Reason that the ranks cannot be brought in step, or None. This and the previous
-            three are valid after `advance` has returned True.
+        positions: Stated position of each rank. This and the next are valid after `advance` has
+            returned True.
+        diverged: Message about ranks that missed, because of an exception, a step that others may
+            have taken; empty if there are none.
     """
 
     def __init__(
@@ -59,24 +70,28 @@ class ResynchronizationRound:
         group: ProcessGroup,
         channel: ErrorChannel,
         log: CollectiveLog,
-        statement: Statement,
-        in_flight: Sequence[InFlight],
+        participants: Participants,
+        error: str | None,
         seconds: float,
     ) -> None:
         self._group, self._channel, self._log = group, channel, log
-        self._statement, self._in_flight = statement, list(in_flight)
-        self.own = statement.error
-        self.failures: dict[int, str] = {}
+        elsewhere = {
+            name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
+        }
+        undecided = max(participants.undecided(), default=None)
+        self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
+        self._in_flight = [*participants.in_flight(), *log.in_flight()]
         self.positions: list[int] = []
-        self.diverged: list[int] = []
-        self.broken: BrokenGroupError | None = None
+        self.diverged = ""
+        self._failures: dict[int, str] = {}
+        self._broken: BrokenGroupError | None = None
         self._timeout = min(RESYNC_TIMEOUT_SECONDS, seconds)
         self._deadline = time.monotonic() + self._timeout
         self._next_check = 0.0
         self._phase = Phase.STATED
-        self._goal = statement.position
+        self._goal = self._statement.position
         self._outcome: str | None = None
-        self._reported = statement.error is None
+        self._reported = error is None
         self._published: set[str] = set()
 
     def advance(self) -> bool:
@@ -103,6 +118,17 @@ class ResynchronizationRound:
                 self._check_liveness()
                 return False
 
+    def error(self) -> DistributedError | None:
+        """Return the error for this rank to raise after the round, unless it is its own.
+
+        A BrokenGroupError says why the ranks cannot be brought in step.
+        """
+        if self._broken is not None or self._statement.error is not None:
+            return self._broken
+        errors = "; ".join(f"rank {rank}: {text}" for rank, text in self._failures.items())
+        text = f"gradients were not reduced, because of an error elsewhere. {errors}"
+        return PeerFailedError(text, self._failures)
+
     def _exchange_statements(self) -> None:
         self._publish("statement", asdict(self._statement))
         self._reported = self._reported or self._channel.report()
@@ -111,8 +137,9 @@ class ResynchronizationRound:
             return
         statements = [Statement(**one) for one in published]
         self.positions = [s.position for s in statements]
-        self.diverged = diverged([s.undecided for s in statements], self.positions)
-        self.failures = {r: s.error for r, s in enumerate(statements) if s.error is not None}
+        if ranks := diverged([s.undecided for s in statements], self.positions):
+            self.diverged = f"ranks {ranks}: {UNDECIDED_TEXT}"
+        self._failures = {r: s.error for r, s in enumerate(statements) if s.error is not None}
         self._goal = max(self.positions)
         try:
             self._join(statements)
@@ -159,8 +186,8 @@ class ResynchronizationRound:
         self._phase = next_phase(self._phase, stated=True, ended=True, joined=joined)
         if outcomes is not None and any(outcomes):
             reason = "; ".join(f"rank {r}: {v}" for r, v in enumerate(outcomes) if v)
-            causes = "; ".join(f"rank {r}: {text}" for r, text in self.failures.items())
-            self.broken = BrokenGroupError(
+            causes = "; ".join(f"rank {r}: {text}" for r, text in self._failures.items())
+            self._broken = BrokenGroupError(
                 f"after an error ({causes}) the group's ranks cannot be brought back in step "
                 f"({reason}): make a new process group, or restart"
             )

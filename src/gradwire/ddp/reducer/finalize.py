@@ -70,7 +70,8 @@ def _end_parked(backward: Backward) -> None:
     if not parked or any(b.running and not b.parked for b in together.values()):
         return
     for one in parked:
-        one.domain.start_connecting()
+        if not one.domain.name:
+            one.domain.channel.start_connecting(one.group)
     for one in parked:
         one.domain.connect()
     for one in sorted(parked, key=lambda b: b.domain.name):
@@ -287,9 +288,10 @@ def _check_in_step(backward: Backward, sums: Tally) -> None:
     """
     if sums.in_step:
         return
-    counts = backward.domain.exchange("skipped forwards", backward.forwards.count()[0])
+    domain, (skipped, _) = backward.domain, backward.forwards.count()
+    counts = domain.channel.exchange("skipped forwards", skipped, domain.seconds)
     held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
-    backward.domain.fail(
+    domain.fail(
         MismatchError(
             "gradients of different steps meet: ranks have called forward, and then not "
             f"backward, different numbers of times: {held or 'not known'}. Call backward after "
