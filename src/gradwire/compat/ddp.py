@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +35,7 @@ from gradwire.compat.error_messages import (
     unfinished_reduction,
 )
 from gradwire.compat.replacements import Replacement
-from gradwire.ddp import Layout, ShadowHook, WeakHook, agree_on_rank
+from gradwire.ddp import WeakHook
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError, ReductionError
 
 BROADCAST_BYTES = 250 << 20
@@ -71,9 +70,8 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in caps]
         self.broadcast_bucket_size = BROADCAST_BYTES
         self._builtin_hook: dist.BuiltinCommHookType | None = None
-        self._uneven_inputs = False
-        self._authoritative_rank = -1
         self._error = ""
+        self._reword_errors()
 
     @property
     def weight(self) -> None:  # type: ignore[override]
@@ -203,18 +201,17 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             self._error = "_set_static_graph() should be called before training loop starts"
             raise ReductionError(self._error)
         self.static_graph = True
-        self._reducer_options = replace(self._reducer_options, static_graph=True)
-        self._make_reducer()
+        self._reduced.set_options(static_graph=True)
+        self._reduced.make_reducer()
 
     def _remove_autograd_hooks(self) -> None:
         """Stop reducing gradients."""
         self.reducer.close()
 
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """See gradwire.ddp.DistributedDataParallel.join_hook."""
-        self._uneven_inputs = True
-        super().join_hook(**kwargs)
-        return JoinHook(self)
+    @property
+    def _authoritative_rank(self) -> int:
+        """Rank whose parameters all ranks had after `join`; -1 before."""
+        return -1 if self._uneven is None else self._uneven.root
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are never cloned."""
@@ -226,7 +223,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Prepare a forward, for `replicate`, which runs the module itself."""
-        if self._precision is not None:
+        if self._reduced.precision is not None:
             raise NotSupportedError(
                 "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
                 "DistributedDataParallel"
@@ -247,22 +244,25 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         try:
             return super()._before(syncing)
         except ReductionError as error:
-            rank, names = self.process_group.rank(), list(self._reduced())
+            rank, names = self.process_group.rank(), list(self._reduced_parameters())
             reworded = unfinished_reduction(error, rank, names, static=self.static_graph)
             self._error = str(reworded)
             raise reworded from error
 
-    def _make_reducer(self, before: Layout = ()) -> None:
-        super()._make_reducer(before)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._reword_errors()
+
+    def _reword_errors(self) -> None:
         # a weak reference, so that the reducer does not keep the module alive
-        self.reducer.reword_unexpected(WeakHook(self._unexpected_gradient))
+        self._reduced.reword_unexpected(WeakHook(self._unexpected_gradient))
 
     def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
         reworded = unexpected_gradient(error, static=self.static_graph)
         self._error = str(reworded)
         return reworded
 
-    def _reduced(self) -> dict[str, Parameter]:
+    def _reduced_parameters(self) -> dict[str, Parameter]:
         """Return reduced parameters by name, in the order of PyTorch's parameter indices."""
         named = self.module.named_parameters()
         return {n: p for n, p in named if p.requires_grad and n not in self.parameters_to_ignore}
@@ -274,20 +274,10 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Return gradwire's logging_data under PyTorch's names, with times in ns."""
-        logged = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
+        logged = logging_dict(self) | {"join_uneven_inputs": int(self._uneven is not None)}
         if self._builtin_hook is not None:
             logged["comm_hook"] = str(self._builtin_hook)
         return logged | ({"has_error": 1, "error": self._error} if self._error else {})
-
-
-class JoinHook(ShadowHook):
-    """gradwire's join hook, which also notes the rank whose parameters were broadcast."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Run after all ranks have exhausted their inputs."""
-        super().post_hook(is_last_joiner)
-        net: Any = self._net
-        net._authoritative_rank = agree_on_rank(net.process_group, candidate=is_last_joiner)
 
 
 C10_NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -296,7 +286,7 @@ C10_NAMES = {torch.float32: "float", torch.float64: "double"}
 def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
     """Return PyTorch's logging data of a wrapped module and its last step, with times in ns."""
     data = net.logging_data()
-    named = net._reduced()
+    named = net._reduced_parameters()
     numbers = {n: i for i, n in enumerate(named)}
     sizes = ", ".join(str(b.bytes) for b in data.buckets)
     dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in named.values()}

@@ -14,8 +14,6 @@ from gradwire.ddp.faults.waiting import wait_future as wait_future
 from gradwire.ddp.faults.waiting import wait_work as wait_work
 from gradwire.ddp.group import broadcast_options as broadcast_options
 from gradwire.ddp.hook_handles import WeakHook as WeakHook
-from gradwire.ddp.join import ShadowHook as ShadowHook
-from gradwire.ddp.join import agree_on_rank as agree_on_rank
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.precision import MixedPrecision
 from gradwire.ddp.reducer.log import BucketLog, LoggingData

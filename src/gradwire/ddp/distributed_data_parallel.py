@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 
 from gradwire._containers import map_tensors, tensors_in
@@ -24,17 +24,24 @@ from gradwire.ddp.arguments import (
     resolve_device,
     resolve_group,
 )
-from gradwire.ddp.buckets.assignment import check_layout
+from gradwire.ddp.buckets.assignment import BUCKET_BYTES, check_layout
+from gradwire.ddp.buckets.hook_state import has_state, load_state, save_state
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
+from gradwire.ddp.join import UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
 from gradwire.ddp.options import BucketLayout, ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
-from gradwire.ddp.registered_hook import Change
+from gradwire.ddp.reduced_module import ReducedModule
+from gradwire.ddp.reducer.log import LoggingData
+from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.registered_hook import Change, RegisteredHook
+from gradwire.hooks import CommHook, StatefulHook
+
+SMALLEST_PIECE_BYTES = 1 << 20
 
 
-class DistributedDataParallel(UnevenInputs):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wrapper of a module that averages its gradients over ranks in each backward.
 
     Every rank has a replica of the module and its own batch. Parameters and buffers start with rank
@@ -105,7 +112,8 @@ class DistributedDataParallel(UnevenInputs):
 
     Attributes:
         module: Wrapped module.
-        reducer: Reducer, which communicates the gradients.
+        bucket_bytes_cap: Size of a bucket in bytes, at least 1 MiB: torch.compile splits graphs at
+            this size, and accepts no smaller one.
 
     Raises:
         ArgumentError: An argument is not valid, or no parameter requires a gradient.
@@ -174,9 +182,11 @@ class DistributedDataParallel(UnevenInputs):
             lazy=lazy_bucket_allocation,
         )
         check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
-        precision = resolve_precision(mixed_precision)
-        super().__init__(module, group, ignored, precision, options, before_reduce, after_reduce)
+        nn.Module.__init__(self)
         Joinable.__init__(self)
+        self.module = module
+        self.parameters_to_ignore = ignored
+        self.mixed_precision = resolve_precision(mixed_precision)
         self.dim = dim
         self.device = resolve_device(named, device_ids, output_device)
         self.find_unused_parameters = find_unused_parameters
@@ -185,12 +195,33 @@ class DistributedDataParallel(UnevenInputs):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffers_synced = Buffers(module, ignored)
         self.sync_buffers_in_eval = sync_buffers_in_eval
-        self.check_replicas = check_interval(check_replicas)
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
+        self.bucket_bytes_cap = max(
+            BUCKET_BYTES if options.caps is None else options.caps[-1], SMALLEST_PIECE_BYTES
+        )
+        self._uneven: UnevenInputs | None = None
+        self._comm_hook = RegisteredHook(before_reduce, after_reduce)
+        agreed = {"broadcast_buffers": self.broadcast_buffers, "check_replicas": check_replicas}
+        self._reduced = ReducedModule(
+            module,
+            group,
+            ignored,
+            self.mixed_precision,
+            options,
+            self._comm_hook,
+            check_interval(check_replicas),
+            agreed | {"sync_buffers_in_eval": sync_buffers_in_eval},
+        )
         if init_sync:
-            self._take_values_of_rank_0(named, self._buffers_synced.named() if at_start else {})
+            buffers = self._buffers_synced.named() if at_start else {}
+            self._reduced.take_values_of_rank_0(named, buffers)
             FaultDomain.of(group).connect()
-        self._make_reducer()
+        self._reduced.make_reducer()
+
+    @property
+    def reducer(self) -> Reducer:
+        """Reducer, which communicates the gradients."""
+        return self._reduced.reducer
 
     @compile_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -202,15 +233,16 @@ class DistributedDataParallel(UnevenInputs):
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
+        reducer = self._reduced.reducer
         if in_transform() and not self._join_config.enable:
-            self.reducer.expect_after_transform(local=not self.require_backward_grad_sync)
+            reducer.expect_after_transform(local=not self.require_backward_grad_sync)
             return self._call(inputs, kwargs)
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
-        recomputing = self.reducer.in_backward  # in a checkpoint around this module
+        recomputing = reducer.in_backward  # in a checkpoint around this module
         began = 0 if recomputing else self._before(syncing)
         output = self._call(inputs, kwargs)
         if recomputing:
-            self.reducer.expect_nested(tensors_in(output))
+            reducer.expect_nested(tensors_in(output))
             return output
         return self._after(output, syncing and self.require_backward_grad_sync, began)
 
@@ -222,10 +254,10 @@ class DistributedDataParallel(UnevenInputs):
         outer = TORCHS_DDP._active_ddp_module
         TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
         try:
-            if self._precision is None:
+            if (precision := self._reduced.precision) is None:
                 return _call(self.module, inputs, kwargs)
-            inputs, kwargs = self._precision.inputs((inputs, kwargs))
-            with self._precision.forward():
+            inputs, kwargs = precision.inputs((inputs, kwargs))
+            with precision.forward():
                 return _call(self.module, inputs, kwargs)
         finally:
             TORCHS_DDP._active_ddp_module = outer
@@ -237,50 +269,58 @@ class DistributedDataParallel(UnevenInputs):
         Returns:
             Autograd's sequence number when the forward begins.
         """
-        step: StepInfo | None = None
-        if torch.is_grad_enabled():
-            self.reducer.begin_forward()
-            self._replicas.note(changes=not syncing)
-        buffers, joining = self._buffers_synced, self._join_config.enable
-        sends_buffers = self._syncs_buffers(torch.is_grad_enabled())
-        if not syncing and (joining or sends_buffers):
-            FaultDomain.of(self._group).before_others()
+        reduced, buffers, training = self._reduced, self._buffers_synced, torch.is_grad_enabled()
+        uneven = self._uneven if self._join_config.enable else None
+        step = None
+        if training:
+            reduced.begin_forward(reduces=syncing)
+        sends_buffers = self.broadcast_buffers and self.require_forward_param_sync
+        sends_buffers = sends_buffers and (training or self.sync_buffers_in_eval)
+        sends_buffers = sends_buffers and not buffers.after_forward and bool(buffers)
         if syncing:
-            self.reducer.recover()  # raises errors of other ranks before the ranks communicate
-            self._replicas.verify()
-            self._parameter_check.check()
-        if joining:
-            self.reducer.check_over()
-            step = self._exchange_step_info(syncing)
+            reduced.recover()  # raises errors of other ranks before the ranks communicate
+        elif uneven is not None or sends_buffers:
+            FaultDomain.of(reduced.group).before_others()
+        if uneven is not None:
+            reduced.reducer.check_over()
+            Join.notify_join_context(self)
+            merges = syncing and self._merges_buffers()
+            step = uneven.next_step(
+                active=True, reduce=syncing, sync_buffers=sends_buffers, merge_buffers=merges
+            )
         # before `prepare`, which may send, too: a rank in a forward without gradients sends only
         # the buffers
         if sends_buffers:
-            root = 0 if step is None else agree_on_rank(self._group, candidate=True)
-            buffers.sync(self._group, root=root)
-        shadowed = step is not None and step.ranks < self._group.size()
-        if syncing and step is None:
-            self.reducer.prepare(recovered=not sends_buffers)
-        elif syncing and step is not None:
-            ranks = None if self._divide_by_initial_world_size else step.ranks
-            self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
+            root = 0 if step is None else agree_on_rank(reduced.group, candidate=True)
+            buffers.sync(reduced.group, root=root)
+        if syncing and uneven is not None and step is not None:
+            uneven.prepare(step)
+        elif syncing:
+            reduced.reducer.prepare(recovered=not sends_buffers)
         keeps = self.require_forward_param_sync is syncing  # setting an attribute takes 2 µs
-        if not keeps and (syncing or self.sync_buffers_in_eval or torch.is_grad_enabled()):
+        if not keeps and (syncing or self.sync_buffers_in_eval or training):
             self.require_forward_param_sync = syncing
         return torch.autograd._get_sequence_nr()
 
     @run_as_written
     def _after(self, output: Any, syncing: bool, began: int) -> Any:
         """Communicate after a forward, register hooks on its output, and return the output."""
+        reduced, training = self._reduced, torch.is_grad_enabled()
         if syncing and self._merges_buffers():
-            runs_outside_contexts(self._buffers_synced.sync)(self._group)
-        if self.find_unused_parameters and torch.is_grad_enabled():
+            runs_outside_contexts(self._buffers_synced.sync)(reduced.group)
+        if self.find_unused_parameters and training:
             output = with_own_nodes(output, began)
         if syncing:
             outputs = beginnings(output, began)
-            self.reducer.expect(outputs, counted=self.module.training)
-        elif torch.is_grad_enabled():
-            self.reducer.expect_local(beginnings(output, began))
+            reduced.reducer.expect(outputs, counted=self.module.training)
+        elif training:
+            reduced.reducer.expect_local(beginnings(output, began))
         return output
+
+    def _merges_buffers(self) -> bool:
+        """Return True if a training forward synchronizes buffers after it has run."""
+        wanted = self.broadcast_buffers and self._buffers_synced.after_forward
+        return wanted and bool(self._buffers_synced)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -390,6 +430,242 @@ class DistributedDataParallel(UnevenInputs):
             [0.25, 0.25]
         """
         self._buffers_synced.set_hook(hook, after_forward=after_forward)
+
+    def register_comm_hook(
+        self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
+    ) -> None:
+        """Let `hook(state, bucket)` communicate gradients from the next forward on.
+
+        Another call replaces the hook; None restores the mean.
+
+        Args:
+            state: First argument of the hook. For the hooks of `gradwire.hooks` a process group, or
+                None for the module's group; None for a `StatefulHook`, which has its own state.
+                `comm_hook_state_dict` returns its contents, for saving.
+            hook: Function of type `gradwire.hooks.CommHook`, a `gradwire.hooks.StatefulHook`, or
+                the name of one of `gradwire.hooks`; PyTorch's own hooks work unchanged. The same on
+                every rank.
+
+        Raises:
+            ArgumentTypeError: `hook` is not a hook.
+            ArgumentError: There is no hook of that name, or a `StatefulHook` has another state.
+        """
+        self._comm_hook.register(state, hook)
+        self._reduced.apply_hook()
+
+    def comm_hook_state_dict(self) -> dict[str, Any]:
+        """Return the part of the communication hook's state to save; empty if there is none.
+
+        It differs between ranks if the state does. `state_dict` does not include it.
+
+        Example:
+            >>> import torch
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(4, 4))
+            ...     net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+            ...     net(torch.ones(1, 4)).sum().backward()
+            ...     return net.comm_hook_state_dict()["plain"]["iter"], list(net.state_dict())
+            >>> run_ranks(main, world_size=1)
+            [(1, ['module.weight', 'module.bias'])]
+        """
+        return save_state(self.reducer.hook_state, self.reducer.layout)
+
+    def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the result of `comm_hook_state_dict` into the registered hook's state.
+
+        If part of the state is kept by bucket, buckets become those at the time of saving.
+
+        Raises:
+            ArgumentError: No hook with a state is registered.
+        """
+        if not saved:
+            return
+        if "layout" in saved and has_state(self.reducer.hook_state):
+            self.reducer.set_layout(saved["layout"])
+        load_state(self.reducer.hook_state, saved, self.reducer.layout)
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """True if each reduced backward waits for a call of `finalize_backward`.
+
+        Other communication, or other work of the same backward, then overlaps with the reduction.
+        Set it before a forward, the same on every rank.
+
+        Raises:
+            ReductionError: It was set while a backward was not finished.
+        """
+        return self.reducer.manual_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer.manual_finalization = required
+        self._reduced.set_options(manual_finalization=required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """True if the next backward must return before `finalize_backward` is called.
+
+        This holds for the first backward, from which buckets are assigned. In later ones a hook of
+        backward may call it once all parameters have their gradients.
+        """
+        return self.reducer.must_return_first
+
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward, and write the results to the gradients.
+
+        If `require_manual_backward_finalization` is set, every rank calls this once for each
+        backward that is reduced: after that backward, or in one of its hooks.
+
+        Raises:
+            ReductionError: Finalization is not manual, nothing was reduced, or gradients are
+                missing.
+            PeerFailedError: Another rank reported an error.
+
+        Example:
+            >>> import torch
+            >>> import torch.distributed as dist
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     net.require_manual_backward_finalization = True
+            ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            ...     # here other work overlaps with the reduction
+            ...     net.finalize_backward()
+            ...     return net.module.weight.grad.item()
+            >>> run_ranks(main, world_size=2)
+            [1.5, 1.5]
+        """
+        self.reducer.finalize()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of batches.
+
+        A rank that has run out takes part in the others' steps with zeros, and ends with the
+        parameters of a rank that took part in all steps. Once a rank has run out, each forward
+        outside of `no_sync()` must have exactly one backward; otherwise ReductionError is raised.
+
+        Args:
+            divide_by_initial_world_size: If True, sums are divided by W. If False, by the number of
+                ranks that still have input, even if a hook divides by W itself.
+            enable: If False, the context has no effect.
+            throw_on_early_termination: If True, RuntimeError is raised on all ranks when one has
+                run out.
+
+        Example:
+            >>> from torch import nn
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     gradients = []
+            ...     with net.join(divide_by_initial_world_size=False):
+            ...         for _ in range(1 + dist.get_rank()):
+            ...             net.zero_grad()
+            ...             net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            ...             gradients.append(net.module.weight.grad.item())
+            ...     return gradients
+            >>> run_ranks(main, world_size=2)
+            [[1.5], [1.5, 2.0]]
+        """
+        return UnevenJoin(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def skip_if_any(self, flag: bool | Tensor) -> bool:
+        """Return True on all ranks if any rank passes True, so that all leave out the batch.
+
+        A rank that leaves out a backward alone is a step ahead of the others from then on. Every
+        rank calls this at the same point, after the forward or before it. It sends one small
+        message.
+
+        Args:
+            flag: Bool, or tensor of one element.
+
+        Raises:
+            ArgumentTypeError: `flag` is neither.
+            NotSupportedError: The call is in `join()`, and a rank has run out of input. Raised on
+                all ranks.
+            PeerFailedError: Another rank reported an error.
+            PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
+
+        Example:
+            >>> from torch import nn
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net, steps = DistributedDataParallel(nn.Linear(1, 1)), []
+            ...     for step in range(3):
+            ...         bad = dist.get_rank() == 1 and step == 1
+            ...         loss = net(torch.ones(1, 1)).sum() * (float("nan") if bad else 1.0)
+            ...         if net.skip_if_any(not loss.isfinite()):
+            ...             continue
+            ...         loss.backward()
+            ...         steps.append(step)
+            ...     return steps
+            >>> run_ranks(main, world_size=2)
+            [[0, 2], [0, 2]]
+        """
+        return skip_if_any(self.reducer, flag)
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+        """Return the hook that `Join` runs on a rank that has run out of input."""
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        self._uneven = UnevenInputs(
+            self._reduced,
+            self._buffers_synced,
+            broadcast_buffers=self.broadcast_buffers,
+            divide_by_initial_world_size=divide,
+        )
+        return self._uneven
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of `Join`'s messages."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Process group of `Join`."""
+        return self.process_group
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Process group. Setting another one, on each of its ranks, reduces over that group."""
+        return self._reduced.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._reduced.set_group(group)
+
+    def refit(self) -> None:
+        """Include parameters that were added, replaced, frozen or thawed. Every rank calls this.
+
+        New parameters start with rank 0's values. Add them to the optimizer, too.
+
+        Raises:
+            MismatchError: The ranks' models differ. Raised on every rank with the parameter's name.
+        """
+        self._reduced.refit(self.module)
+
+    def logging_data(self) -> LoggingData:
+        """Return buckets, unused parameters and times of the last step that reduced gradients."""
+        return self.reducer.logging_data()
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # used by programs that expect PyTorch's class
+        return self.reducer.rebuilt
 
 
 def _call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
