@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -308,8 +309,24 @@ def test_names_of_the_class() -> None:
             assert data["num_parameter_tensors"] == 3
             assert data["static_graph"] == 1
             assert "error" not in data
+            copied = copy.deepcopy(model)  # as after `refit` and `_set_static_graph`
+            assert all(m.reducer._backward.reword is not None for m in (model, copied))
 
     run_ranks(main, 2)
+
+
+def test_authoritative_rank_after_join() -> None:
+    def main() -> tuple[int, int, int]:
+        with compat.installed():
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+            before = model._authoritative_rank
+            with model.join():
+                for _ in range(1 + dist.get_rank()):
+                    model(torch.randn(4, 2)).sum().backward()
+            joined = model._get_ddp_logging_data()["join_uneven_inputs"]
+            return before, model._authoritative_rank, joined
+
+    assert run_ranks(main, 2) == [(-1, 1, 1)] * 2
 
 
 def test_errors_have_pytorchs_classes_and_phrases() -> None:

@@ -28,7 +28,7 @@ from gradwire.ddp.buckets.assignment import BUCKET_BYTES, check_layout
 from gradwire.ddp.buckets.hook_state import has_state, load_state, save_state
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.join import UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
+from gradwire.ddp.join import StepInfo, UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
 from gradwire.ddp.options import BucketLayout, ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
@@ -285,9 +285,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             reduced.reducer.check_over()
             Join.notify_join_context(self)
             merges = syncing and self._merges_buffers()
-            step = uneven.next_step(
-                active=True, reduce=syncing, sync_buffers=sends_buffers, merge_buffers=merges
-            )
+            step = uneven.next_step(StepInfo(1, syncing, sends_buffers, merges))
         # before `prepare`, which may send, too: a rank in a forward without gradients sends only
         # the buffers
         if sends_buffers:
@@ -621,12 +619,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Return the hook that `Join` runs on a rank that has run out of input."""
+        broadcasts = self.broadcast_buffers
         divide = kwargs.get("divide_by_initial_world_size", True)
         self._uneven = UnevenInputs(
-            self._reduced,
-            self._buffers_synced,
-            broadcast_buffers=self.broadcast_buffers,
-            divide_by_initial_world_size=divide,
+            self._reduced, self._buffers_synced, broadcast_buffers=broadcasts, divide=divide
         )
         return self._uneven
 

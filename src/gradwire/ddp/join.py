@@ -7,7 +7,7 @@ how many are left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,19 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The next forward and backward of the ranks that still have input.
+    """The next forward and backward of ranks that still have input.
 
     Attributes:
-        ranks: Number of these ranks.
+        ranks: Number of these ranks; 0 on a rank that has joined.
         reduce: True if they reduce gradients.
         sync_buffers: True if they synchronize buffers before the forward.
         merge_buffers: True if they synchronize buffers after the forward.
     """
 
-    ranks: int
-    reduce: bool
-    sync_buffers: bool
-    merge_buffers: bool
+    ranks: int = 0
+    reduce: bool = False
+    sync_buffers: bool = False
+    merge_buffers: bool = False
 
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
@@ -73,40 +73,27 @@ class UnevenInputs(JoinHook):
         reduced: Wrapped module.
         buffers: Its buffers.
         broadcast_buffers: True if ranks that have joined take the buffers of the others at the end.
-        divide_by_initial_world_size: See `DistributedDataParallel.join`.
+        divide: `divide_by_initial_world_size` of `DistributedDataParallel.join`.
 
     Attributes:
         root: Rank whose parameters all ranks have taken at the end; -1 before.
     """
 
     def __init__(
-        self,
-        reduced: ReducedModule,
-        buffers: Buffers,
-        *,
-        broadcast_buffers: bool,
-        divide_by_initial_world_size: bool = True,
+        self, reduced: ReducedModule, buffers: Buffers, *, broadcast_buffers: bool, divide: bool
     ) -> None:
-        self._reduced, self._buffers, self._broadcast = reduced, buffers, broadcast_buffers
-        self._divide_by_initial_world_size = divide_by_initial_world_size
+        self._reduced, self._buffers = reduced, buffers
+        self._broadcast, self._divide_by_initial_world_size = broadcast_buffers, divide
         self.root = -1
 
-    def next_step(
-        self,
-        *,
-        active: bool,
-        reduce: bool = False,
-        sync_buffers: bool = False,
-        merge_buffers: bool = False,
-    ) -> StepInfo:
+    def next_step(self, own: StepInfo) -> StepInfo:
         """Exchange the next step of the ranks that still have input, among all ranks.
 
         Raises:
             MismatchError: Their next steps differ. Raised on every rank.
         """
         group = self._reduced.group
-        own = [active, reduce, sync_buffers, merge_buffers]
-        sums = torch.tensor(own, dtype=torch.int64, device=message_device(group))
+        sums = torch.tensor(astuple(own), dtype=torch.int64, device=message_device(group))
         _all_reduce(sums, group)
         ranks, *counts = sums.tolist()
         for count, what in zip(counts, ACTIONS, strict=True):
@@ -128,7 +115,7 @@ class UnevenInputs(JoinHook):
         """Take part in one step of the ranks that have input left."""
         # in the order of DistributedDataParallel.forward, whose messages these match
         group, reducer = self._reduced.group, self._reduced.reducer
-        step = self.next_step(active=False)
+        step = self.next_step(StepInfo())
         if step.reduce:
             reducer.recover()
         if step.sync_buffers:
@@ -146,7 +133,7 @@ class UnevenInputs(JoinHook):
         self._reduced.reducer.end_uneven()
         self.root = agree_on_rank(group, candidate=is_last_joiner)
         buffers = self._buffers.named().items() if self._broadcast else ()
-        broadcast_values(group, [*self._reduced.parameters(), *buffers], group_src=self.root)
+        broadcast_values(group, [*self._reduced.named, *buffers], group_src=self.root)
 
 
 class UnevenJoin(Join):

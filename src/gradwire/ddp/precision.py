@@ -151,23 +151,22 @@ class Precision:
         casts: dict[int, Tensor] = {}
 
         def cast(parameter: Tensor) -> Tensor:
-            if not isinstance(parameter, nn.Parameter) or id(parameter) in self._kept:
-                return parameter
             if id(parameter) not in casts:
                 casts[id(parameter)] = self._cast(parameter)
             return casts[id(parameter)]
 
+        def cast_held(t: Tensor) -> Tensor:
+            return cast(t) if isinstance(t, nn.Parameter) and id(t) not in self._kept else t
+
         for child in module.modules() if self._config.param_dtype is not None else ():
             for name, parameter in child._parameters.items():
                 if parameter is not None and id(parameter) not in self._kept:
-                    if id(parameter) not in casts:
-                        casts[id(parameter)] = self._cast(parameter)
                     undo.append((child._parameters, name, parameter))
-                    child._parameters[name] = casts[id(parameter)]  # type: ignore[assignment]
+                    child._parameters[name] = cast(parameter)  # type: ignore[assignment]
             for name in self._holders.get(id(child), ()):
                 if (held := vars(child).get(name)) is not None:
                     undo.append((vars(child), name, held))
-                    vars(child)[name] = map_tensors(cast, held)
+                    vars(child)[name] = map_tensors(cast_held, held)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
@@ -25,7 +26,7 @@ from gradwire.errors import ReductionError
 from gradwire.hooks import group_from, name_if_group
 
 Reword = Callable[[ReductionError], ReductionError | None]
-NOT_PICKLED = ("reducer", "precision", "_parameter_check", "_replicas", "_reword")
+NOT_PICKLED = ("named", "reducer", "precision", "_parameter_check", "_replicas", "_reword")
 """Attributes recreated for the parameters of a copy."""
 REPLICAS_CHECKED_EVERY = 100
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
@@ -50,10 +51,12 @@ class ReducedModule:
     Attributes:
         module: Wrapped module.
         group: Process group.
+        named: Names and parameters that are not ignored.
         reducer: Reducer of the parameters.
         precision: Casts to the dtypes of mixed precision, or None.
     """
 
+    named: list[tuple[str, Parameter]]
     reducer: Reducer
     precision: Precision | None
 
@@ -81,7 +84,7 @@ class ReducedModule:
         """
         config, ignored = self._mixed_precision, self._ignored
         self.precision = None if config is None else Precision(self.module, config, ignored)
-        named = check_module(self.module, ignored)
+        named = self.named = check_module(self.module, ignored)
         reduced = [(n, p) for n, p in named if p.requires_grad]
         if (layout := self._options.bucket_layout) is not None:
             buckets = enumerate(names_by_bucket(layout, reduced))
@@ -145,11 +148,6 @@ class ReducedModule:
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         verify_same(self.group, arguments + both)
         broadcast_values(self.group, [*named, *buffers.items()])
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the names and values of the parameters that are not ignored."""
-        named = self.module.named_parameters()
-        return [(n, p.detach()) for n, p in named if n not in self._ignored]
 
     # -- before a forward ------------------------------------------------------------------
 

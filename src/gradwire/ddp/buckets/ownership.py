@@ -137,12 +137,8 @@ class Ownership:
             return False
         return index not in self.had_gradient or uses(gradient) == 1
 
-    def is_used_elsewhere(self, index: int, gradient: Tensor) -> bool:
-        """Return True if, after backward, a new gradient uses memory that other tensors use."""
-        return index not in self.had_gradient and uses(gradient) > 1
-
     def used_elsewhere(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[bool]:
-        """Return `is_used_elsewhere` for each gradient, in 0.2 µs each instead of 0.5."""
+        """Return True for each new gradient whose memory other tensors use, after backward."""
         had, count = self.had_gradient, torch._C._storage_Use_Count
         return [
             i not in had and count(g.untyped_storage()._cdata) > 2  # the tensor and this object

@@ -95,7 +95,7 @@ class InPlaceBucket(Bucket):
         gradient = dense_gradient(parameter)
         if (
             not is_conj_or_neg(gradient)
-            and ownership.is_used_elsewhere(member, gradient)
+            and ownership.used_elsewhere([member], [gradient])[0]
             and ownership.may_move(member, parameter, names=1, over=True)
         ):
             gradient.set_(reduced)  # type: ignore[call-overload]
