@@ -184,33 +184,23 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        self.module = module
-        self.parameters_to_ignore = ignored
+        self.module, self.parameters_to_ignore = module, ignored
+        self.dim, self.device = dim, resolve_device(named, device_ids, output_device)
         self.mixed_precision = resolve_precision(mixed_precision)
-        self.dim = dim
-        self.device = resolve_device(named, device_ids, output_device)
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._buffers_synced = Buffers(module, ignored)
-        self.sync_buffers_in_eval = sync_buffers_in_eval
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
-        self.bucket_bytes_cap = max(
-            BUCKET_BYTES if options.caps is None else options.caps[-1], SMALLEST_PIECE_BYTES
-        )
+        self.sync_buffers_in_eval = sync_buffers_in_eval
+        self.bucket_bytes_cap = max(SMALLEST_PIECE_BYTES, (options.caps or [BUCKET_BYTES])[-1])
+        self._buffers_synced = Buffers(module, ignored)
         self._uneven: UnevenInputs | None = None
         self._comm_hook = RegisteredHook(before_reduce, after_reduce)
         agreed = {"broadcast_buffers": self.broadcast_buffers, "check_replicas": check_replicas}
+        agreed["sync_buffers_in_eval"] = sync_buffers_in_eval
+        every = check_interval(check_replicas)
         self._reduced = ReducedModule(
-            module,
-            group,
-            ignored,
-            self.mixed_precision,
-            options,
-            self._comm_hook,
-            check_interval(check_replicas),
-            agreed | {"sync_buffers_in_eval": sync_buffers_in_eval},
+            module, group, ignored, self.mixed_precision, options, self._comm_hook, every, agreed
         )
         if init_sync:
             buffers = self._buffers_synced.named() if at_start else {}
