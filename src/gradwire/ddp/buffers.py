@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from gradwire._scope import outside_contexts
 from gradwire.ddp.broadcast import broadcast_values
-from gradwire.ddp.buckets.ownership import uses
+from gradwire.ddp.buckets.ownership import holders, uses
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.ddp.layouts import dense_parts
 from gradwire.errors import ArgumentTypeError
@@ -202,8 +202,8 @@ def _holders(tensor: Tensor) -> int:
 
     A reference to a view of the tensor counts: a view of a view holds the base.
     """
-    count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
+    count = holders(tensor)
     if tensor._is_view():
         # less those of the view itself and of the Python object
-        count += tensor._base._use_count() - 2  # type: ignore[union-attr]
+        count += holders(tensor._base) - 2  # type: ignore[arg-type]
     return count

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire._scope import outside_contexts
+from gradwire.ddp.buckets.ownership import holders
 
 
 class OwnTensors:
@@ -56,7 +57,7 @@ class OwnTensors:
         # All passes are calls of C functions, 0.3 µs per tensor in total.
         return (
             sum(map(sys.getrefcount, tensors)) == count * _REFERENCES
-            and sum(map(_holders, tensors)) == count * _HOLDERS
+            and sum(map(holders, tensors)) == count * _HOLDERS
             and all(map(Tensor.is_set_to, tensors, self._views))
             and not any(map(_requires_grad, tensors))
             and not any(map(_attributes, tensors))
@@ -68,7 +69,6 @@ class OwnTensors:
         self._tensors = []
 
 
-_holders = Tensor._use_count  # type: ignore[attr-defined]  # torch's stub lacks it
 _requires_grad = attrgetter("requires_grad")
 _attributes = attrgetter("__dict__")
 
@@ -80,7 +80,7 @@ def _counts() -> tuple[int, int]:
     """
     with outside_contexts():
         tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]
-    counts = sum(map(sys.getrefcount, tensors)), sum(map(_holders, tensors))
+    counts = sum(map(sys.getrefcount, tensors)), sum(map(holders, tensors))
     kept = [*tensors]
     noticed = sum(map(sys.getrefcount, tensors)) == counts[0] + len(kept)
     return counts if noticed else (0, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn import Parameter
 from gradwire._scope import outside_contexts
 
 REDUCERS = "gradwire.ddp.reducers"
+holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # not in stubs
+"""Function that returns the number of C++ references to a tensor."""
 
 
 class Ownership:
@@ -100,17 +102,17 @@ class Ownership:
         storage = gradient.untyped_storage()
         if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
             return False  # storage that cannot be resized belongs to an array or a file
-        if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+        if holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
         known = 1
         if _is_taken(gradient, incoming[0]):
-            if _holders(incoming[0]) > ITSELF_AND_ITS_OBJECT:
+            if holders(incoming[0]) > ITSELF_AND_ITS_OBJECT:
                 return False
             if sys.getrefcount(incoming[0]) > INCOMING_REFERENCES:
                 return False
             known += 1
             if incoming[0]._base is not None:
-                if _holders(incoming[0]._base) > ITSELF_AND_ITS_OBJECT:
+                if holders(incoming[0]._base) > ITSELF_AND_ITS_OBJECT:
                     return False  # queued for another branch or kept
                 if sys.getrefcount(incoming[0]._base) > BASE_REFERENCES:
                     return False
@@ -133,7 +135,7 @@ class Ownership:
             return False  # another reference may rely on its address
         gradient = parameter.grad
         assert gradient is not None
-        if type(gradient) is not Tensor or _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+        if type(gradient) is not Tensor or holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
         return index not in self.had_gradient or uses(gradient) == 1
 
@@ -206,12 +208,6 @@ def _is_taken(gradient: Tensor | None, incoming: Tensor | None) -> bool:
     if gradient is None or incoming is None or incoming.layout != torch.strided:
         return False
     return gradient.layout == torch.strided and gradient.data_ptr() == incoming.data_ptr()
-
-
-def _holders(tensor: Tensor) -> int:
-    """Return the number of C++ references to the tensor."""
-    count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
-    return count
 
 
 ITSELF_AND_ITS_OBJECT = 2
