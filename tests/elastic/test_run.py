@@ -792,6 +792,8 @@ def test_a_repeated_step_computes_only_the_shards_of_the_lost_member(store: dist
     assert 2 <= len(lost) <= 3
     # the two others have computed each shard of each step once, also those of the first step
     assert sorted(computed[0] + computed[1]) == sorted(3 * list(range(8)))
+    # the step after it is dealt evenly again
+    assert sorted([computed[0][-4:], computed[1][-4:]]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_local_steps_of_a_failed_block_leave_the_parameters(store: dist.Store) -> None:

@@ -80,6 +80,7 @@ class MemberSteps:
         self._speeds = Speeds(1)
         self._held: dict[int, Contribution] = {}  # results of local steps, for a repeated step
         self._held_step = 0
+        self._for_this_step = False  # shards are dealt by the results that members hold
         # False at the beginning of a generation
         self._settled = self._compared = False
         self._equal = False
@@ -164,6 +165,7 @@ class MemberSteps:
                 self._runtime.process_group, [sorted(self._held)], self._runtime.wait
             )
             if any(held):
+                self._for_this_step = True
                 self._assign(assign(self._settings.shards, held))
                 self._tree.assign(self._assigned)
                 self._tree.clear()
@@ -290,6 +292,9 @@ class MemberSteps:
         self._steppers = steppers
         counts = None if self._tree is None else self._speeds.decide(self._counts)
         self._runtime.commit(stop=self._stops)
+        if counts is None and self._for_this_step:
+            counts = [len(run) for run in deal(self._settings.shards, self._runtime.size)]
+        self._for_this_step = False
         if counts is not None and self._settled and self._tree is not None:
             starts = [sum(counts[:rank]) for rank in range(len(counts))]
             self._assign([list(range(s, s + c)) for s, c in zip(starts, counts, strict=True)])
@@ -343,7 +348,7 @@ class MemberSteps:
             )
         runs = deal(self._settings.shards, self._runtime.size)
         self._assign([list(run) for run in runs])
-        self._settled = self._compared = False
+        self._settled = self._compared = self._for_this_step = False
         self._speeds = Speeds(self._runtime.size)
         self.state.put_buffers_back(self.committed_steps)  # a step that failed has changed them
         self.state.set_group(self._runtime.process_group)
