@@ -117,11 +117,17 @@ class Hosts:
             counted.append(Counters(stats["tx"]["bytes"], stats["rx"]["bytes"]))
         return counted
 
-    def limit(self, rate: str | None) -> None:
-        """Change the rate of all cables; None for no limit."""
+    def limit(self, rate: str | None, burst: str = "128kb") -> None:
+        """Change the rate of all cables.
+
+        Args:
+            rate: Rate, in `tc` syntax; None for no limit.
+            burst: Bytes that pass an idle cable without a limit, in `tc` syntax. The default, two
+                of the largest packets that the kernel hands on, costs the least computing.
+        """
         for host in range(len(self.ranks)):
-            _limit(self.command(host), INTERFACE, rate)
-            _limit(self._switch, f"port{host}", rate)
+            _limit(self.command(host), INTERFACE, rate, burst)
+            _limit(self._switch, f"port{host}", rate, burst)
         self.rate = rate
 
     @property
@@ -159,13 +165,11 @@ class Hosts:
                 raise NotSupportedError(f"{' '.join(command)} failed: see its message")
 
 
-def _limit(there: Sequence[str], device: str, rate: str | None) -> None:
+def _limit(there: Sequence[str], device: str, rate: str | None, burst: str) -> None:
     with contextlib.suppress(NotSupportedError):  # there may be none to delete
         _run([*there, "tc", "qdisc", "del", "dev", device, "root"])
     if rate is not None:
-        # a burst of two of the largest packets that the kernel hands on; none is dropped, as TCP
-        # holds back what is queued
-        size = ["burst", "128kb", "limit", "16mb"]
+        size = ["burst", burst, "limit", "16mb"]  # none is dropped: TCP holds back what is queued
         _run([*there, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *size])
 
 
