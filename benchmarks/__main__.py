@@ -28,6 +28,7 @@ from benchmarks import (
     overhead,
     plan,
     recorder,
+    sites,
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.guard import guard
@@ -55,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         overhead.BENCHMARK,
         plan.BENCHMARK,
         recorder.BENCHMARK,
+        sites.BENCHMARK,
     )
 }
 
@@ -122,9 +124,11 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
             options["world_size"] = 1
         if benchmark.over_hosts:
             options |= {"world_size": sum(options["hosts"]), "backend": "shm"}
-            if reason := why_no_hosts():
-                click.echo(f"skipped: {reason}")
-                return
+        if benchmark.own_worlds:
+            options["world_size"] = OWN_WORLDS
+        if (benchmark.over_hosts or benchmark.own_worlds) and (reason := why_no_hosts()):
+            click.echo(f"skipped: {reason}")
+            return
         if options.pop("all", False) and benchmark.in_full:
             chosen, options["world_size"] = benchmark.in_full, OWN_WORLDS
         result = chosen.run(Options(**options))
@@ -139,7 +143,7 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         command = click.option(
             "--hosts", default="2,2", callback=_hosts, help="How many ranks each host has."
         )(command)
-    elif not benchmark.one_process:
+    elif not (benchmark.one_process or benchmark.own_worlds):
         for option in (
             click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes."),
             click.option(

@@ -44,6 +44,7 @@ class Benchmark(Generic[C]):
         rounds: Default number of rounds.
         one_process: True if it runs in a single process that uses all cores.
         over_hosts: True if its ranks run on several simulated hosts.
+        own_worlds: True if each case has its own number of processes.
         verdict: Function that summarizes the results in a sentence under the table.
         in_full: Benchmark that `--all` runs instead, each case with its own number of ranks.
     """
@@ -55,6 +56,7 @@ class Benchmark(Generic[C]):
     rounds: int
     one_process: bool = False
     over_hosts: bool = False
+    own_worlds: bool = False
     verdict: Callable[[Sequence[CaseResult]], str] | None = None
     in_full: Benchmark[Any] | None = None
 
