@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from gradwire.testing.hosts import Hosts, why_no_hosts
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAVED = re.compile(r"[Ss]ave this script as `([\w.]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
@@ -112,3 +115,35 @@ def test_an_elastic_run_outlives_a_killed_member(tmp_path: Path) -> None:
     assert digests == set(re.findall(r"^[0-9a-f]{64}$", end(start(alone, tmp_path)), re.M))
     assert len(digests) == 1
     assert time.monotonic() - began > 3  # long enough to kill a process by hand
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(4 * LIMIT)
+@pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts: {why_no_hosts()}")
+def test_two_sites_have_the_bits_of_two_processes(tmp_path: Path) -> None:
+    save_files("howto/elastic.md", tmp_path)
+    text = (DOCS / "howto/elastic.md").read_text(encoding="utf-8")
+    section = text[text.index("## Fewer exchanges") :]
+    together, apart = (block.replace("$ ", "") for block in SHOWN.findall(section)[:2])
+    with Hosts([1, 1], rate="10mbit") as hosts:
+        serve, join = apart.replace("10.0.0.1", hosts.address(0)).splitlines()
+        inside = [f"GLOO_SOCKET_IFNAME=cable {shlex.join(hosts.command(host))} " for host in (0, 1)]
+        store = start(inside[0] + serve, tmp_path)
+        try:
+            sites = [start(prefix + join, tmp_path) for prefix in inside]
+            assert sites[1].stdout is not None
+            pid = 0
+            for line in sites[1].stdout:
+                if shown := re.match(r"gradwire: started process (\d+)", line):
+                    pid = int(shown[1])
+                if re.match(r"step \d+: member \d+ of 2", line):
+                    break
+            os.kill(pid, signal.SIGKILL)
+            out = "".join(end(site) for site in sites)
+        finally:
+            os.killpg(store.pid, signal.SIGKILL)
+            store.communicate()
+    assert "was killed by SIGKILL; started process" in out
+    digests = re.findall(r"^[0-9a-f]{64}$", out + end(start(together, tmp_path)), re.M)
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
