@@ -1,6 +1,7 @@
-"""Runs in which members are killed and stopped, held against one in which none is.
+"""Runs in which members are killed, stopped, cut off and joined, against one in which none is.
 
-As a script: `python -m elastic.kills --runs 200 --out FILE`, in the folder of the tests.
+As a script: `python -m elastic.kills --runs 200 --out FILE`, in the folder of the tests. With
+`--links`, started by `unshare --net`, each member has a network of its own, which goes down, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic import worker
+from elastic import links, worker
 from elastic.worker import BATCH, KINDS, LATE, POINTS, SAMPLES, Job
 from gradwire.elastic.training.samples import Samples, Shard
 
@@ -48,14 +49,32 @@ class Plan:
     steps: int = 12
     pause: float = 0.001
     self_kills: dict[int, tuple[str, int]] = field(default_factory=dict)  # by start order
-    from_outside: list[tuple[str, float]] = field(default_factory=list)  # KILL or STOP, seconds
+    from_outside: list[tuple[str, float]] = field(default_factory=list)  # one of FAULTS, seconds
     restart: bool = True
+    apart: bool = False
 
     @staticmethod
-    def random(seed: int, *, reproducible: bool = True) -> Plan:
-        """1 to 3 faults: kills at named points, and kills and stops at any time."""
+    def random(
+        seed: int,
+        *,
+        reproducible: bool = True,
+        kind: str = "",
+        cuts: bool = False,
+        apart: bool = False,
+    ) -> Plan:
+        """1 to 3 faults: kills at named points, and kills and others at any time.
+
+        Args:
+            seed: Of all that is drawn.
+            reproducible: The run's.
+            kind: Of the model and its optimizer; "" to draw it.
+            cuts: True to draw connections that are reset, and members that join.
+            apart: True for members with networks of their own, which go down.
+        """
         chance = random.Random(seed)
         plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]), reproducible)
+        faults = ["KILL", "KILL", "STOP", *["RESET", "RESET", "STORE", "JOIN"] * cuts]
+        faults += ["DOWN"] * 4 * apart
         for _ in range(chance.randint(1, 3)):
             if chance.random() < 0.5:
                 victim = chance.randrange(plan.members + 1)  # the last is one that joins later
@@ -64,10 +83,11 @@ class Plan:
                 times = 1 if point in early else chance.randint(1, 20)
                 plan.self_kills[victim] = (point, times)
             else:
-                kind = chance.choice(["KILL", "KILL", "STOP"])
-                plan.from_outside.append((kind, chance.random() * 0.8))
+                fault = chance.choice(faults)
+                plan.from_outside.append((fault, chance.random() * (1.6 if cuts else 0.8)))
         plan.restart = chance.random() < 0.8
-        plan.kind = chance.choice(KINDS)
+        plan.kind = kind or chance.choice(KINDS)
+        plan.apart = apart
         plan.pause = 0.02  # a second for all steps: faults come in the middle of them
         return plan
 
@@ -85,7 +105,9 @@ class Members:
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         self.stopped: dict[int, float] = {}
-        self.struck = {"killed": 0, "stopped": 0}
+        self.down: dict[int, float] = {}
+        self.without_store: set[int] = set()
+        self.struck = dict.fromkeys(["killed", "stopped", "reset", "joined", "down"], 0)
 
     def start(self) -> None:
         """Start one more."""
@@ -102,6 +124,8 @@ class Members:
             point,
             times,
             plan.pause,
+            links.STORE if plan.apart else "127.0.0.1",
+            plan.apart,
         )
         receiver, sender = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(target=worker.main, args=(job, sender), daemon=True)
@@ -109,6 +133,8 @@ class Members:
         sender.close()
         self.processes.append(process)
         self.pipes.append(receiver)
+        if plan.apart:
+            links.connect_network(process.pid)
 
     def running(self) -> list[int]:
         return [i for i, process in enumerate(self.processes) if process.exitcode is None]
@@ -159,11 +185,13 @@ def _watch(members: Members, chance: random.Random) -> None:
             first = now
         while first is not None and faults and now - first > faults[0][1]:
             _strike(members, faults.pop(0)[0], chance, now)
-        for index, until in list(members.stopped.items()):
-            if now > until:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(members.processes[index].pid, signal.SIGCONT)
-                del members.stopped[index]
+        for index in [i for i, until in members.stopped.items() if now > until]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(members.processes[index].pid, signal.SIGCONT)
+            del members.stopped[index]
+        for index in [i for i, until in members.down.items() if now > until]:
+            links.switch_network(members.processes[index].pid, "up")
+            del members.down[index]
         ended = [i for i, p in enumerate(members.processes) if p.exitcode is not None]
         for index in set(ended) - seen:
             seen.add(index)
@@ -173,19 +201,35 @@ def _watch(members: Members, chance: random.Random) -> None:
                 # a member with the state has to remain
                 if plan.restart and len(members.processes) < plan.members + 3:
                     members.start()
-            elif code not in (0, LATE):
+            elif code not in (0, LATE) and index not in members.without_store:
                 raise Failed(f"{plan}: member {index} ended with {code}")
         wait([members.processes[i].sentinel for i in members.running()], timeout=0.01)
 
 
-def _strike(members: Members, kind: str, chance: random.Random, now: float) -> None:
-    others = [i for i in members.running() if i not in members.stopped]
+def _strike(members: Members, fault: str, chance: random.Random, now: float) -> None:
+    if fault == "JOIN":
+        members.struck["joined"] += 1
+        members.start()
+        return
+    away = {*members.stopped, *members.down, *members.without_store}
+    others = [i for i in members.running() if i not in away]
     if len(others) < 2:
         return
     victim = chance.choice(others)
     pid = members.processes[victim].pid
+    if fault == "DOWN":
+        links.switch_network(pid, "down")
+        members.struck["down"] += 1
+        members.down[victim] = now + chance.choice([0.2, 1.0, 3.0, 6.0])
+        return
+    if fault in ("RESET", "STORE"):
+        if fault == "STORE":
+            members.without_store.add(victim)
+        found = links.reset(pid, members.store.port, chance, store=fault == "STORE")
+        members.struck["reset"] += bool(found)
+        return
     with contextlib.suppress(ProcessLookupError):
-        if kind == "KILL":
+        if fault == "KILL":
             os.kill(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGSTOP)
@@ -195,7 +239,7 @@ def _strike(members: Members, kind: str, chance: random.Random, now: float) -> N
 
 def quiet(plan: Plan) -> tuple[str, list[float]]:
     """The weights of one member that is alone, and the ledger that must be."""
-    alone = replace(plan, members=1, self_kills={}, from_outside=[])
+    alone = replace(plan, members=1, self_kills={}, from_outside=[], apart=False)
     (report,), _ = run(alone)
     counts = [0.0] * SAMPLES
     samples = Samples(SAMPLES, batch=BATCH, shards=8)
@@ -243,13 +287,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--no-tree", action="store_true", help="reproducible=False")
+    parser.add_argument("--kind", choices=KINDS, default="", help="by default drawn")
+    parser.add_argument("--cuts", action="store_true", help="reset connections, and join")
+    parser.add_argument("--links", action="store_true", help="networks of their own go down")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    expected = {kind: quiet(Plan(0, 1, "shm", kind=kind)) for kind in KINDS}
+    if options.links:
+        links.make_bridge()
+    kinds = [options.kind] if options.kind else KINDS
+    expected = {kind: quiet(Plan(0, 1, "shm", kind=kind)) for kind in kinds}
     results: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for seed in range(options.first, options.first + options.runs):
-        plan = Plan.random(seed, reproducible=not options.no_tree)
+        plan = Plan.random(
+            seed,
+            reproducible=not options.no_tree,
+            kind=options.kind,
+            cuts=options.cuts,
+            apart=options.links,
+        )
         try:
             results.append(check(plan, *expected[plan.kind]))
             if not results[-1]["done"]:

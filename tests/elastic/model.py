@@ -36,6 +36,7 @@ class Proc(NamedTuple):
     waiting: bool = False  # in the last one of them
     history: History = ()
     held: int = -1  # the generation whose sum it holds; -1: none
+    results: History | None = None  # state from which it computed the shards whose results it holds
     alive: bool = True
     finished: bool = False
 
@@ -96,7 +97,7 @@ class Model:
                 continue
             if world.crashes:
                 dead = proc._replace(alive=False, queue=(), waiting=False)
-                yield True, _put(world._replace(crashes=world.crashes - 1), index, dead)
+                yield True, put(world._replace(crashes=world.crashes - 1), index, dead)
             if world.suspicions and proc.member.number not in world.suspected:
                 suspected = world.suspected | {proc.member.number}
                 yield (
@@ -159,7 +160,7 @@ class Model:
         # alone, nobody's leaving tells a member that others have gone on without it
         outdated = not others and len(world.sources) > decision.generation + 1
         if outdated or others & (dead | away | world.suspected):
-            lost = _put(world, index, proc._replace(waiting=False))
+            lost = put(world, index, proc._replace(waiting=False))
             yield self._handle(lost, index, p.Lost())
 
     def _passed(
@@ -170,16 +171,16 @@ class Model:
         if kind == "transfer":
             history = next(e.history for e in entries if e.member == decision.members[0])
             if proc.member.number not in decision.holders:
-                proc = proc._replace(history=history)
-            return self._handle(_put(world, index, proc), index, p.Transferred())
+                proc = proc._replace(history=history, results=None)
+            return self._handle(put(world, index, proc), index, p.Transferred())
         if kind == "form":
-            return self._handle(_put(world, index, proc), index, p.Formed())
+            return self._handle(put(world, index, proc), index, p.Formed())
         if kind == "reduce":
             proc = proc._replace(held=decision.generation)
             stop = any(e.stop for e in entries)
-            return self._handle(_put(world, index, proc), index, p.Reduced(stop))
+            return self._handle(put(world, index, proc), index, p.Reduced(stop))
         leave = any(e.leave for e in entries)
-        return self._handle(_put(world, index, proc), index, p.Passed(leave))
+        return self._handle(put(world, index, proc), index, p.Passed(leave))
 
     def _handle(self, world: World, index: int, event: p.Event) -> World:
         proc = world.procs[index]
@@ -187,7 +188,7 @@ class Model:
         proc = proc._replace(member=member)
         if not member.complete and not (effects and isinstance(effects[0], p.Commit)):
             proc = proc._replace(held=-1)
-        world = _put(world, index, proc._replace(queue=effects))
+        world = put(world, index, proc._replace(queue=effects))
         # nobody else sees a commit: it is one with the event before it
         while world.procs[index].queue and isinstance(world.procs[index].queue[0], p.Commit):
             world = self._execute(world, index)
@@ -209,7 +210,7 @@ class Model:
                 )
             case p.Propose(decision):
                 if mine := self.decided_by(world, decision):
-                    return self._handle(_put(world, index, proc), index, p.Decided(mine))
+                    return self._handle(put(world, index, proc), index, p.Decided(mine))
                 world = self._propose(world, decision)
             case p.Leave(generation):
                 world = world._replace(left=world.left | {(generation, number)})
@@ -224,10 +225,11 @@ class Model:
                 world, proc = _enter(world, proc, "transfer", 0)
             case p.Reduce(step):
                 stop = any(number == n and step >= since for n, since in self.stops)
+                proc = self._use_results(proc, step)
                 world, proc = _enter(world, proc, "reduce", step, stop=stop)
             case p.Barrier():
                 world, proc = _enter(world, proc, "barrier", proc.member.committed)
-        return _put(world, index, proc)
+        return put(world, index, proc)
 
     def _finish(self, world: World, index: int, proc: Proc) -> World:
         number, decision = proc.member.number, proc.member.decision
@@ -239,10 +241,10 @@ class Model:
         _require(least <= len(proc.history) <= most, f"{number} stopped too early or late")
         first = world.first or decision.generation
         if not p.same_lineage(decision.generation, first, world.sources.__getitem__):
-            return self._handle(_put(world, index, proc), index, p.Over())
+            return self._handle(put(world, index, proc), index, p.Over())
         others = {q.history for q in world.procs if q.finished}
         _require(others <= {proc.history}, f"{number} is done with another result")
-        return _put(world._replace(first=first), index, proc._replace(finished=True))
+        return put(world._replace(first=first), index, proc._replace(finished=True))
 
     def _propose(self, world: World, decision: p.Decision) -> World:
         if any(d.generation == decision.generation for d in world.decisions):
@@ -268,7 +270,16 @@ class Model:
                     decision.committed > step,
                     f"{proc.member.number} commits {step} outside of {decision}",
                 )
-        return proc._replace(history=(*proc.history, (step, proc.held)), held=-1)
+        return proc._replace(history=(*proc.history, (step, proc.held)), held=-1, results=None)
+
+    def _use_results(self, proc: Proc, step: int) -> Proc:
+        """Use held results of local steps, as a repeated step does, and hold all its results.
+
+        A member that lost the step before may hold fewer: each result is checked alike.
+        """
+        if proc.results is not None and len(proc.results) == step:
+            _require(proc.results == proc.history, f"{proc.member.number} has results of elsewhere")
+        return proc._replace(results=proc.history)
 
     def _check_operation(self, decision: p.Decision, entries: frozenset[Entry]) -> None:
         what = {(e.kind, e.step) for e in entries}
@@ -318,7 +329,8 @@ def _enter(
     return world, proc._replace(entered=proc.entered + 1, waiting=True)
 
 
-def _put(world: World, index: int, proc: Proc) -> World:
+def put(world: World, index: int, proc: Proc) -> World:
+    """Return the world with another state of a member."""
     procs = (*world.procs[:index], proc, *world.procs[index + 1 :])
     return _forget(world._replace(procs=procs))
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from elastic import links
 from elastic.kills import Plan, check, quiet
 from elastic.worker import POINTS
 
@@ -55,6 +59,26 @@ def test_killed_in_local_steps(point: str, times: int) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.skipif(not links.can_cut(), reason="root, ss, ip, nsenter and unshare")
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_connections_are_reset_in_local_steps(backend: str) -> None:
+    faults = [("RESET", 0.2), ("JOIN", 0.25), ("RESET", 0.4), ("STORE", 0.5)]
+    plan = Plan(7, 3, backend, kind="local", pause=0.02, from_outside=faults)
+    assert check(plan, *quiet_run("local"))["done"] >= 2
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not links.can_cut(), reason="root, ss, ip, nsenter and unshare")
+@pytest.mark.timeout(300)
+def test_networks_go_down_in_local_steps() -> None:
+    command = ["unshare", "--net", sys.executable, "-m", "elastic.kills", "--links", "--cuts"]
+    options = ["--kind", "local", "--first", "40003", "--runs", "200" if LONG else "3"]
+    folder = Path(__file__).parents[1]
+    done = subprocess.run([*command, *options], cwd=folder, capture_output=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_stopped_and_taken_for_lost(backend: str, expected: tuple[str, list[float]]) -> None:
     plan = Plan(4, 3, backend, from_outside=[("STOP", 0.1)], pause=0.01)
@@ -72,8 +96,9 @@ def test_without_the_tree(backend: str, expected: tuple[str, list[float]]) -> No
 @pytest.mark.wide
 @pytest.mark.skipif(not LONG, reason="GRADWIRE_LONG=1")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("reproducible", [True, False])
-def test_200_random_runs(reproducible: bool) -> None:
+@pytest.mark.parametrize(("reproducible", "kind"), [(True, ""), (False, ""), (True, "local")])
+def test_200_random_runs(reproducible: bool, kind: str) -> None:
     for seed in range(200):
-        plan = Plan.random(seed, reproducible=reproducible)
+        cuts = links.can_cut()
+        plan = Plan.random(seed, reproducible=reproducible, kind=kind, cuts=cuts)
         check(plan, *quiet_run(plan.kind))

@@ -21,6 +21,7 @@ from torch import nn
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import protocol
+from gradwire.elastic.members import Runtime
 from gradwire.elastic.training import speeds
 from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import (
@@ -909,3 +910,79 @@ def test_a_slow_member_gets_fewer_shards_and_bits_stay(
         assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
     # threads join in any order, so that either is the first member
     assert counts == [[4, 6, 6, 6], [4, 2, 2, 2]]
+
+
+def test_a_member_that_moved_on_ends_the_others_wait(store: dist.Store) -> None:
+    """A connection that is lost on one end does not tell the other end."""
+    groups: list[dist.ProcessGroup] = []
+
+    def member(number: int) -> int:
+        run, model = elastic.join(store, shards=2, members=2, backend="gloo"), net()
+        run.keep(model=model)
+        for step in run.steps(3):
+            with step:
+                if number == 0 and step.number == 1 and not groups:
+                    groups.append(run.group)  # its connections stay open
+                    run._runtime.group._cut = None
+                    raise PeerLostError("a connection was reset")
+                for _ in step.shards:
+                    step.backward(model(X).mean())
+                step.commit()
+        return run.committed_steps
+
+    assert together(partial(member, 0), partial(member, 1)) == [3, 3]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_local_steps_are_a_step_to_the_protocol(
+    monkeypatch: pytest.MonkeyPatch, *, repeats: bool
+) -> None:
+    """So that what its checker shows holds for outer steps."""
+    seen: dict[int, list[str]] = {}
+    handle = Runtime._handle
+
+    def noting(runtime: Runtime, event: protocol.Event) -> None:
+        if not isinstance(event, protocol.Seen):  # a poll
+            seen.setdefault(runtime.member.number, []).append(type(event).__name__)
+        handle(runtime, event)
+
+    monkeypatch.setattr(Runtime, "_handle", noting)
+
+    def member(store: dist.Store, *, local: bool) -> int:
+        run, model = join(store, shards=2, members=2, backend="gloo"), net()
+        run.keep(model=model)
+        lost = not repeats or run.number == 1
+        for step in run.steps(3):
+            with step:
+                for _ in step.shards:
+                    if local:
+                        with step.local(lambda p: torch.optim.AdamW(p)) as inner:
+                            model(X).mean().backward()
+                            inner.step()
+                    else:
+                        step.backward(model(X).mean())
+                if step.number == 1 and not lost:
+                    lost = True
+                    raise PeerLostError("a connection was reset")
+                step.commit()
+        return run.committed_steps
+
+    found = []
+    for local in (False, True):
+        seen.clear()
+        one = partial(member, dist.HashStore(), local=local)
+        assert together(one, one) == [3, 3]
+        found.append(dict(sorted(seen.items())))
+    assert found[0] == found[1]
+    assert [events.count("Lost") for events in found[0].values()] == [repeats, repeats]
+
+
+def test_a_member_that_receives_a_state_drops_results_of_its_own(store: dist.Store) -> None:
+    def member() -> list[torch.Tensor]:
+        run = join(store, shards=2, members=2, backend="gloo")
+        if run.number == 2:  # the first member sends its state
+            run._steps._held[0] = object()  # type: ignore[assignment]
+        return train(run, net(seed=run.number))
+
+    first, second = together(member, member)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

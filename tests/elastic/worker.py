@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic import links
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic.members.forming import Forming
@@ -56,7 +57,9 @@ class Job:
         kind: Of the model and its optimizer, one of KINDS.
         point: Where this member kills itself; "" for nowhere.
         times: At which of its times there.
-        pause: Seconds that a shard takes.
+        pause: Seconds that a shard takes, or one of its local steps.
+        host: The store's.
+        apart: Whether this process has a network of its own.
     """
 
     port: int
@@ -68,6 +71,8 @@ class Job:
     point: str = ""
     times: int = 1
     pause: float = 0.0
+    host: str = "127.0.0.1"
+    apart: bool = False
 
 
 class Net(nn.Module):
@@ -127,7 +132,9 @@ class Losses:
 def main(job: Job, report: Any) -> None:
     """Train, and send the digest of the weights, the ledger, and what is left open."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    if job.apart:
+        links.leave_network()
+    store = dist.TCPStore(job.host, job.port, is_master=False)
     open_before = _descriptors()
     _arm(job)
     try:
@@ -185,14 +192,15 @@ def _train(job: Job, store: dist.Store) -> tuple[DistributedDataParallel, Losses
                 run.stop()
             for shard in step.shards:
                 ids = step.sample_ids(shard)
-                time.sleep(job.pause)
                 if job.kind == "local":
                     with step.local(partial(_inner, model)) as inner:
                         for part in (ids[:2], ids[2:]):
+                            time.sleep(job.pause)
                             inner.zero_grad()
                             _loss(model, x, y, part, len(part) / len(ids)).backward()
                             inner.step()
                 else:
+                    time.sleep(job.pause)
                     step.backward(_loss(model, x, y, ids, 1.0))
             step.commit(optimizer, ledger)
     return model, losses

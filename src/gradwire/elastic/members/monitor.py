@@ -1,8 +1,9 @@
 """Signs of life, newcomers, and the end of this member's generation.
 
 One thread per member writes its sign of life and reads those of the others. When a member of the
-generation is dead or silent, or the next generation was decided without this member, the thread
-aborts the group, so that the main thread does not wait longer.
+generation is dead or silent or has left it, or the next generation was decided without this member,
+the thread aborts the group, so that the main thread does not wait longer. A connection that was
+lost on one end only does not tell the other end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire._processes import is_alive
@@ -53,6 +54,7 @@ class Monitor:
         self._generation = 0
         self._members: tuple[int, ...] = ()
         self._abort: Callable[[], None] | None = None
+        self._moved_on: set[int] = set()  # members that had arrived at the next rendezvous
         self._end = threading.Event()
         self._looked = time.monotonic()
         self.wanted, self.reason = False, ""
@@ -67,6 +69,7 @@ class Monitor:
             self.wanted, self.reason = False, ""
             self._generation, self._members, self._abort = generation, tuple(members), abort
             self._seen = {n: seen for n, seen in self._seen.items() if n in self._members}
+            self._moved_on = set()
 
     def ignore(self) -> None:
         """Stop watching a generation."""
@@ -124,18 +127,27 @@ class Monitor:
         signs = self._membership.signs(others, generation + 1)
         with self._lock:
             self.wanted = self.wanted or (signs.wanted and self._generation == generation)
-        reason = ""
-        if signs.wanted and self._membership.decision(generation + 1) is not None:
-            reason = (
-                f"generation {generation + 1} was decided while this member was in {generation}"
-            )
-        else:
-            absent = self._judge(signs)
-            if lost := absent.gone - absent.left:
-                reason = f"members {sorted(lost)} died or gave no sign of life"
-        if reason:
+        if reason := self._reason_to_end(generation, others, signs):
             with self._lock:
                 if self._generation != generation or self._abort is None:
                     return
                 abort, self._abort, self.reason = self._abort, None, reason
             abort()
+
+    def _reason_to_end(self, generation: int, others: Sequence[int], signs: Signs) -> str:
+        """Return why the generation has to end; "" if it does not."""
+        if signs.wanted:
+            if self._membership.decision(generation + 1) is not None:
+                return (
+                    f"generation {generation + 1} was decided while this member was in {generation}"
+                )
+            before = self._moved_on
+            arrived = {r.member for r in self._membership.arrivals(generation + 1)}
+            self._moved_on = arrived.intersection(others)
+            # a member that passed a barrier earlier than this one may be there for a moment
+            if moved_on := before & self._moved_on:
+                return f"members {sorted(moved_on)} have left the generation"
+        absent = self._judge(signs)
+        if lost := absent.gone - absent.left:
+            return f"members {sorted(lost)} died or gave no sign of life"
+        return ""

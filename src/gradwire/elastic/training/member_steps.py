@@ -376,4 +376,5 @@ class MemberSteps:
         if not holds:
             state.put_beside(transfer.load(state.kept, data))
             state.forget()
+            self._held.clear()  # computed from another state
         barrier(self._runtime)
