@@ -262,7 +262,7 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
     reports = [r for r in found_by_all if r is not None]
     if not plan.reproducible and reports:
         digest = reports[0][0]  # the members agree; other members round otherwise
-    for found, ledger, threads, opened in reports:
+    for found, ledger, threads, opened, _ in reports:
         if found != digest:
             raise Failed(f"{plan}: weights differ: {found}, not {digest}")
         if ledger != counts:
@@ -279,6 +279,7 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
         **struck,
         "open": [len(r[3]) for r in reports],
         "seconds": round(time.monotonic() - began, 2),
+        "of them after training": round(max((r[4] for r in reports), default=0.0), 2),
     }
 
 

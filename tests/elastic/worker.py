@@ -130,7 +130,7 @@ class Losses:
 
 
 def main(job: Job, report: Any) -> None:
-    """Train, and send the digest of the weights, the ledger, and what is left open."""
+    """Train, and send the digest of the weights, the ledger, and what is left open for how long."""
     torch.set_num_threads(1)
     if job.apart:
         links.leave_network()
@@ -150,13 +150,15 @@ def main(job: Job, report: Any) -> None:
     counts = (model.module.ledger.detach() * -BATCH).tolist()
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
-    until = time.monotonic() + 75.0  # what Gloo has under way ends by its timeout at last
+    ended = time.monotonic()
+    until = ended + 75.0  # what Gloo has under way ends by its timeout at last
     while ((threads := _threads()) or _groups._BACKENDS) and time.monotonic() < until:
         time.sleep(0.1)
     model.zero_grad()  # gradients lie in the memory of the group that reduced them
     now = _descriptors()
     opened = [target for fd, target in now.items() if open_before.get(fd) != target]
-    report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened))
+    waited = time.monotonic() - ended
+    report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened, waited))
     _exit(0)
 
 
