@@ -45,8 +45,8 @@ def test_crashes_joins_and_false_suspicions(model: Model, worlds: int) -> None:
 @pytest.mark.parametrize(
     ("model", "worlds"),
     [
-        (Model(members=2, crashes=2, joiners=1), 265_409),
-        (Model(members=2, crashes=1, suspicions=2), 340_430),
+        (Model(members=2, crashes=2, joiners=1), 276_060),
+        (Model(members=2, crashes=1, suspicions=2), 377_484),
         (Model(members=3, crashes=1, suspicions=1), 2_584_206),
         (Model(members=3, crashes=2, joiners=1, steps=1), 3_884_421),
     ],

@@ -986,3 +986,30 @@ def test_a_member_that_receives_a_state_drops_results_of_its_own(store: dist.Sto
 
     first, second = together(member, member)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_several_members_receive_the_state_from_several(store: dist.Store, backend: str) -> None:
+    came = threading.Event()
+
+    def member(number: int) -> list[torch.Tensor]:
+        if number >= 2:
+            assert came.wait(30)
+        run = join(store, shards=4, members=2, backend=backend)
+        model = net(seed=run.number)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=model, optimizer=optimizer)
+        for step in run.steps(10**6, samples=len(X), batch=16):
+            with step:
+                if step.number == 2:
+                    came.set()
+                if run.size == 5:
+                    run.stop()
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, *others = together(*(partial(member, number) for number in range(5)))
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))

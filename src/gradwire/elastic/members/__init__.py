@@ -6,7 +6,7 @@ from gradwire.elastic.members.environment import (
     store_of_environment,
 )
 from gradwire.elastic.members.reports import end_with_reports, report
-from gradwire.elastic.members.runtime import Options, Runtime, barrier
+from gradwire.elastic.members.runtime import Options, Runtime
 from gradwire.elastic.members.supervise import SHUTDOWN_SECONDS, serve_store, supervise
 from gradwire.elastic.members.waiting import Wait, let_go, may_mean_a_loss, means_a_loss
 
@@ -15,7 +15,6 @@ __all__ = [
     "Options",
     "Runtime",
     "Wait",
-    "barrier",
     "end_with_reports",
     "let_go",
     "may_mean_a_loss",

@@ -42,9 +42,8 @@ class Forming:
     ) -> None:
         self._membership, self._monitor, self._listener = membership, monitor, listener
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
-        self._unformed: tuple[frozenset[int], float] | None = (
-            None  # members that failed, and since when
-        )
+        # members that failed, and since when
+        self._unformed: tuple[frozenset[int], float] | None = None
         _ALL.add(self)
 
     def solo(self) -> GenerationGroup:

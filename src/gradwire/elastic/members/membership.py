@@ -154,7 +154,7 @@ class Membership:
         text = self._get("refused")
         return None if text is None else text.decode()
 
-    # -- rounds ----------------------------------------------------------------------------
+    # -- rendezvous ------------------------------------------------------------------------
 
     def arrive(self, rendezvous: int, arrival: Arrival) -> None:
         """Arrive at a rendezvous; once per member."""
@@ -202,9 +202,8 @@ class Membership:
     def latest(self) -> int:
         """Return the last generation that was decided; 0 before the first."""
         generation = int(self._get("latest") or 0)
-        while (
-            self.decision(generation + 1) is not None
-        ):  # its proposer may have died between its two requests
+        # a proposer may have died between its two requests
+        while self.decision(generation + 1) is not None:
             generation += 1
         return generation
 

@@ -375,13 +375,6 @@ class Runtime:
             raise PeerLostError(self.monitor.reason)
 
 
-def barrier(runtime: Runtime) -> None:
-    """Wait until all members of the generation have called it."""
-    runtime.wait(runtime.process_group.allreduce([torch.zeros(1, dtype=torch.int32)], _MAX))
-
-
-_MAX = AllreduceOptions()
-_MAX.reduceOp = ReduceOp(ReduceOp.MAX)
 _MAX_AT_ONCE = AllreduceOptions()
 _MAX_AT_ONCE.reduceOp = ReduceOp(ReduceOp.MAX)
 _MAX_AT_ONCE.asyncOp = False  # on shm it then runs in this thread: 45 µs instead of 240

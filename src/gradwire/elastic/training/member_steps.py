@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwire.ddp import digest
-from gradwire.elastic.members import Runtime, barrier, let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic.members import Runtime, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.training import transfer
 from gradwire.elastic.training.columns import gradient_dtype
 from gradwire.elastic.training.gradients import Contribution, TreeSum
@@ -377,4 +377,4 @@ class MemberSteps:
             state.put_beside(transfer.load(state.kept, data))
             state.forget()
             self._held.clear()  # computed from another state
-        barrier(self._runtime)
+        self._runtime.any(False)  # no member trains on before all have the state

@@ -244,9 +244,8 @@ class Run:
             raise ArgumentError(f"keep is {keep!r}: pass an int above 0, or None to keep all")
         folder = Path(folder)
         if self.rank == 0:
-            self._state.put_buffers_back(
-                self.committed_steps
-            )  # a failed step may have changed them
+            # a failed step may have changed them
+            self._state.put_buffers_back(self.committed_steps)
             return checkpoint.save(
                 self._state.kept,
                 self.committed_steps,

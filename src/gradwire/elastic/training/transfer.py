@@ -28,8 +28,6 @@ from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
 PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
-
-
 LARGE_BYTES = 64 << 10
 _TENSOR = "gradwire tensor"
 """Only key of the dict that takes the place of a large tensor."""
