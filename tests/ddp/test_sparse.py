@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import HookError
+from gradwire.errors import HookError, PeerFailedError
 from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
@@ -135,3 +136,149 @@ def test_the_bucket_of_a_sparse_gradient_in_a_hook():
     bucket = GradBucket(0, gradient, [torch.zeros(3, 1)], is_last=True)
     assert bucket.gradients()[0] is gradient
     assert bucket.buffer().indices().tolist() == [[1]]
+
+
+class Large(nn.Module):
+    """Two sparse embeddings whose entries do not fit into a first message, and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(1500, 40, sparse=True)
+        self.second = nn.Embedding(1500, 40, sparse=True)
+        self.out = nn.Linear(40, 1, bias=False)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape) % 7 - 3.0)
+
+    def forward(self, first, second):
+        parts = [e(w) for e, w in ((self.first, first), (self.second, second)) if len(w)]
+        return self.out(torch.cat(parts)).sum() if parts else self.out(torch.ones(1, 40)).sum()
+
+
+def drawn_words(generator):
+    """Return indices with duplicates: none, few, or more than a first message has room for."""
+    most = [0, 5, 60, 900, 1500][int(torch.randint(5, (1,), generator=generator))]
+    return torch.randint(1500, (most,), generator=generator)
+
+
+def reference(batches):
+    """Return the mean over ranks of the gradients of a single process, None where all are."""
+    sums: list[torch.Tensor | None] = [None] * 3
+    for batch in batches:
+        twin = Large()
+        twin(*batch).backward()
+        for i, p in enumerate(twin.parameters()):
+            if p.grad is not None:
+                dense = p.grad.to_dense() / 4
+                sums[i] = dense if sums[i] is None else sums[i] + dense
+    return sums
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5}])
+def test_drawn_numbers_of_entries(each_backend, options):
+    """Small integers, so that sums are exact; a rank's entries grow, shrink and are absent."""
+
+    def main():
+        net = DistributedDataParallel(Large(), **options)
+        unused = "find_unused_parameters" in options
+        for step in range(12):
+            generators = [torch.Generator().manual_seed(100 * step + r) for r in range(4)]
+            batches = [[drawn_words(g), drawn_words(g)] for g in generators]
+            if not unused:  # each parameter gets a gradient
+                batches = [[torch.cat([w, torch.tensor([3])]) for w in b] for b in batches]
+            net.zero_grad()
+            net(*batches[dist.get_rank()]).backward()
+            for p, want in zip(net.module.parameters(), reference(batches), strict=True):
+                got = p.grad
+                assert (got is None) == (want is None)
+                if got is not None and got.layout == torch.sparse_coo:
+                    assert got.is_coalesced()
+                    got = got.to_dense()
+                assert got is None or torch.equal(got, want)
+
+    run_ranks(main, 4)
+
+
+def test_a_step_gathers_sparse_gradients_once(each_backend):
+    def main():
+        net = DistributedDataParallel(Large())
+        numbers = []
+        for most in (1000, 1000, 1100, 1100, 5, 1000):
+            numbers.append(dist.group.WORLD._get_sequence_number_for_group())
+            words = torch.arange(most if dist.get_rank() else 10)
+            net.zero_grad()
+            net(words, words).backward()
+        numbers.append(dist.group.WORLD._get_sequence_number_for_group())
+        sent = [b - a for a, b in itertools.pairwise(numbers)]
+        assert sent[2:5] == [3, 3, 3], sent  # two gathers and an all_reduce
+        assert sent[5] == 5, sent  # more entries than there was room for
+
+    run_ranks(main, 2)
+
+
+def test_sparse_gradients_after_an_error(each_backend):
+    """All ranks agree again on the sizes of messages."""
+
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(Large())
+        many = torch.arange(1000)
+        for _ in range(3):
+            net(many, many).backward()
+        loss = net(many, many)
+        if rank:
+            loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError if rank else PeerFailedError):
+            loss.backward()
+        for most in (1400, 3, 1400):
+            net.zero_grad()
+            words = torch.arange(most)
+            net(words, words).backward()
+            assert net.module.first.weight.grad._nnz() == most
+
+    run_ranks(main, 2)
+
+
+def test_sparse_gradients_in_join(each_backend):
+    def main():
+        net = DistributedDataParallel(Large())
+        with net.join():
+            for most in (10, 600, 1400)[: 3 if dist.get_rank() else 1]:
+                net.zero_grad()
+                words = torch.arange(most)
+                net(words, words).backward()
+                assert net.module.first.weight.grad._nnz() == most
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.float16, torch.float32, torch.complex128, torch.bool]
+)
+def test_sums_of_sparse_tensors(dtype):
+    """Of any dtype, with several sparse dimensions, duplicates and no values."""
+
+    def main():
+        for shape, sparse in (((40, 30), 2), ((1000, 3, 5), 1), ((7, 5, 2), 2), ((9,), 1)):
+            total = hooks.SparseSum(dist.group.WORLD)
+            for count in (0, 3, 2000, 2, 3000):
+                generator = torch.Generator().manual_seed(count)
+                own = [torch.zeros(shape, dtype=dtype)] * 3
+                for rank in range(3):
+                    n = count if rank == 1 else count // 2
+                    indices = torch.stack(
+                        [torch.randint(d, (n,), generator=generator) for d in shape[:sparse]]
+                    )
+                    values = torch.ones(n, *shape[sparse:], dtype=dtype)
+                    own[rank] = torch.sparse_coo_tensor(indices, values, shape)
+                total.pack(own[dist.get_rank()])
+                total.send().wait()
+                if (work := total.send_rest()) is not None:
+                    work.wait()
+                everything = sum(o.to_dense() for o in own)
+                got = total.result()
+                assert got.is_coalesced()
+                assert got.dtype == dtype
+                assert torch.equal(got.to_dense(), everything.to(dtype))
+
+    run_ranks(main, 3)

@@ -10,6 +10,10 @@ from torch.distributed import ProcessGroup, Work
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.result import after, as_future
 
+_COUNT_BYTES = 8
+_SMALL_BYTES = 64 << 10
+"""Size of the smallest message, with which a first sum begins."""
+
 
 def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks with one all_reduce; the state is the process group.
@@ -48,90 +52,157 @@ all_reduce.linear = True  # type: ignore[attr-defined]
 
 
 def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
-    total = SparseSum(gradient / group.size(), group)
-    total.counting.wait()
-    work = total.exchange()
+    total = SparseSum(group)
+    total.pack(gradient / group.size())
+    total.send().wait()
+    work = total.send_rest()
     if work is None:
         return as_future(total.result(), all_reduce)  # type: ignore[return-value]
     return after(work, total.result, gradient.device)
 
 
 class SparseSum:
-    """Sum over ranks of a sparse COO tensor, in three steps: `counting`, `exchange`, `result`.
+    """Sums over ranks of sparse COO tensors: `pack`, `send`, `send_rest` and `result` for each.
 
-    Only Gloo sums sparse tensors, and not in every dtype. So ranks exchange their numbers of
-    entries, then indices and values as bytes, padded to the longest. Every rank sums them in rank
-    order, so that all ranks get the same bits.
+    Only Gloo sums sparse tensors, and not in every dtype. So ranks gather the numbers of entries,
+    the indices and the values as bytes. The first message has room for the entries of the longest
+    tensor of an earlier sum, and an eighth more. From the numbers in it, all ranks see whether a
+    rank has more, and gather the rest. Every rank sums the entries in rank order, so that all ranks
+    get the same bits.
+
+    Buffers are kept from one sum to the next.
 
     Args:
-        tensor: Tensor, coalesced or not, with the same shape, dtype and number of sparse dimensions
-            on every rank. Each rank sends 8 bytes, then as many bytes as the longest rank's indices
-            and values have.
         group: Process group.
-
-    Attributes:
-        counting: Exchange of the numbers of entries, started by the constructor.
 
     Example:
         >>> from gradwire.testing import run_ranks
         >>> def main():
         ...     rank = dist.get_rank()
-        ...     own = torch.sparse_coo_tensor([[rank]], [1.0], (3,))
-        ...     total = SparseSum(own, dist.group.WORLD)
-        ...     total.counting.wait()
-        ...     total.exchange().wait()
+        ...     total = SparseSum(dist.group.WORLD)
+        ...     total.pack(torch.sparse_coo_tensor([[rank]], [1.0], (3,)))
+        ...     total.send().wait()
+        ...     assert total.send_rest() is None  # no rank has more entries than fit
         ...     return total.result().to_dense().tolist()
         >>> run_ranks(main, world_size=2)
         [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
     """
 
-    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._own = tensor.coalesce()
-        device = tensor.device
-        count = torch.tensor([self._own._nnz()], dtype=torch.int64, device=device)
-        self._counts = [torch.empty_like(count) for _ in range(group.size())]
-        self._received: list[Tensor] = []
-        self.counting = _all_gather(self._counts, count, group)
+        self._room = 0
+        self._first: _Message | None = None
+        self._rest: _Message | None = None
 
-    def exchange(self) -> Work | None:
-        """Send indices and values. Call this when `counting` has ended."""
-        self._lengths = [int(c) for c in self._counts]
-        size = max(self._lengths) * self._entry_bytes()
-        if not size:
+    def pack(self, tensor: Tensor) -> None:
+        """Fill the first message.
+
+        Args:
+            tensor: Tensor, coalesced or not, with the same shape, dtype and number of sparse
+                dimensions on every rank and in every sum.
+        """
+        self._own, self._rest = tensor.coalesce(), None
+        if self._first is None or self._first.room != self._room:
+            self._room = self._room or _least_room(self._own)
+            self._first = _Message(self._own, self._group.size(), self._room)
+        self._first.fill(self._own)
+
+    def send(self) -> Work:
+        """Send the number of entries, and as many of them as there is room for."""
+        assert self._first is not None
+        return self._first.gather(self._group)
+
+    def send_rest(self) -> Work | None:
+        """Send the remaining entries; return None if no rank has any.
+
+        Call this when the work returned by `send` has ended.
+        """
+        assert self._first is not None
+        most, room = max(self._first.counts), self._first.room
+        least = _least_room(self._own)
+        if not most <= room <= max(2 * most, least):
+            self._room = max(most + most // 8, least)
+        if most <= room:
             return None
-        wire = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
-        at = 0
-        for part in (self._own.indices().t(), self._own.values()):
-            flat = part.reshape(-1).clone(memory_format=torch.contiguous_format)
-            wire[at : at + part.nbytes] = flat.view(torch.uint8)
-            at += part.nbytes
-        self._received = [torch.empty_like(wire) for _ in range(self._group.size())]
-        return _all_gather(self._received, wire, self._group)
-
-    def _entry_bytes(self) -> int:
-        values = self._own.values()
-        return 8 * self._own.sparse_dim() + values.element_size() * values[:1].shape[1:].numel()
+        rest = self._rest = _Message(self._own, self._group.size(), most - room, begin=room)
+        rest.fill(self._own)
+        return rest.gather(self._group)
 
     def result(self) -> Tensor:
-        """Return the coalesced sum. Call this when the work returned by `exchange` has ended."""
-        own, indices, values = self._own, [], []
-        for wire, length in zip(self._received, self._lengths, strict=False):
-            cut = 8 * own.sparse_dim() * length
-            end = self._entry_bytes() * length
-            indices.append(wire[:cut].view(torch.int64).view(length, own.sparse_dim()))
-            values.append(
-                wire[cut:end].clone().view(own.dtype).view(length, *own.values().shape[1:])
-            )
-        if not indices:
-            return own
-        total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(), torch.cat(values), own.shape, check_invariants=False
-        )
+        """Return the coalesced sum. Call this when the work of `send_rest`, if any, has ended."""
+        assert self._first is not None
+        counts = self._first.counts
+        if not any(counts):
+            return self._own
+        messages = [m for m in (self._first, self._rest) if m is not None]
+        parts = [m.entries(rank, n) for rank, n in enumerate(counts) for m in messages]
+        indices, values = (torch.cat(part) for part in zip(*parts, strict=True))
+        shape = self._own.shape
+        total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
         return total.coalesce()
 
 
-def _all_gather(received: list[Tensor], own: Tensor, group: ProcessGroup) -> Work:
-    work = dist.all_gather(received, own, group=group, async_op=True)
-    assert isinstance(work, Work)
-    return work
+class _Message:
+    """Entries of each rank, as bytes.
+
+    Args:
+        like: Sparse tensor with the shape, dtype and number of sparse dimensions.
+        ranks: Number of ranks.
+        room: Number of entries from each rank.
+        begin: Position of the first of them in the rank's tensor.
+    """
+
+    def __init__(self, like: Tensor, ranks: int, room: int, begin: int = 0) -> None:
+        self.room, self._begin = room, begin
+        of_indices, of_values = _entry_bytes(like)
+        end = _COUNT_BYTES + of_indices * room
+        start = _aligned(end)
+        size = start + of_values * room
+        # the first row is sent, the others are received
+        shape = 1 + ranks, _aligned(size)
+        self._rows = rows = torch.zeros(shape, dtype=torch.uint8, device=like.device)
+        self._counts = rows[:, :_COUNT_BYTES].view(torch.int64)
+        indices, values = rows[:, _COUNT_BYTES:end], rows[:, start:size]
+        self._indices = indices.view(torch.int64).view(1 + ranks, room, like.sparse_dim())
+        self._values = values.view(like.dtype).view(1 + ranks, room, *like.values().shape[1:])
+
+    def fill(self, own: Tensor) -> None:
+        """Write this rank's entries, as many as there is room for."""
+        self._counts[0] = own._nnz()
+        sent = slice(self._begin, self._begin + self.room)
+        indices, values = own.indices().t()[sent], own.values()[sent]
+        self._indices[0, : len(indices)] = indices
+        self._values[0, : len(values)] = values
+
+    def gather(self, group: ProcessGroup) -> Work:
+        """Start to gather the ranks' messages."""
+        own, *received = self._rows
+        work = dist.all_gather(received, own, group=group, async_op=True)
+        assert isinstance(work, Work)
+        return work
+
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of entries of the ranks' tensors, in rank order; valid when gathered."""
+        counts: list[int] = self._counts[1:, 0].tolist()
+        return counts
+
+    def entries(self, rank: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the indices and the values of a rank whose tensor has `count` entries."""
+        length = max(count - self._begin, 0)
+        return self._indices[1 + rank, :length], self._values[1 + rank, :length]
+
+
+def _entry_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of bytes of the indices and of the values of one entry."""
+    values = tensor.values()
+    return 8 * tensor.sparse_dim(), values.element_size() * values.shape[1:].numel()
+
+
+def _least_room(tensor: Tensor) -> int:
+    return max(1, _SMALL_BYTES // sum(_entry_bytes(tensor)))
+
+
+def _aligned(size: int) -> int:
+    """Return a number of bytes after which values of any dtype may follow."""
+    return -(-size // 16) * 16

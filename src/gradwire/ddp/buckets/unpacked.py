@@ -12,6 +12,7 @@ from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.ownership import is_conj_or_neg
 from gradwire.errors import ReductionError
+from gradwire.hooks import SparseSum
 
 
 class InPlaceBucket(Bucket):
@@ -108,10 +109,15 @@ class SparseBucket(Bucket):
 
     A rank without the gradient takes part with no entries. A rank where it is dense, because the
     embedding's weight is also used elsewhere, takes part with all entries.
+
+    Attributes:
+        total: Sums over ranks. Their messages have the same sizes on all ranks: after an error, all
+            ranks make new buckets.
     """
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
         super().__init__([member], scale=scale, early=(), context=context)
+        self.total = SparseSum(context.group)
 
     def copy_in(self) -> None:
         member, gradient = self.members[0], self.parameters[0].grad

@@ -254,6 +254,7 @@ def _receive(
         be applied to all of them, or None.
     """
     launcher, usage, asked = backward.launcher, backward.usage, None
+    launcher.send_rest()
     if usage.allows_unused:
         if launcher.hook is None:
             backward.sending_last()

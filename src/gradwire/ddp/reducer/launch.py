@@ -39,7 +39,8 @@ from gradwire.recorder import BucketRecord
 class Launched:
     """A bucket in flight. It has neither works nor a future if nothing needs to be sent.
 
-    `stream` is the accelerator's stream on which it was sent.
+    `stream` is the accelerator's stream on which it was sent. `complete` is True if all entries of
+    a sparse gradient were sent.
     """
 
     bucket: Bucket
@@ -47,6 +48,7 @@ class Launched:
     future: torch._C.Future[Any] | None = None
     grad_bucket: GradBucket | None = None
     sparse: SparseSum | None = None
+    complete: bool = False
     record: BucketRecord | None = None
     stream: torch.Stream | None = None
 
@@ -102,18 +104,30 @@ class Launcher:
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
+            total = bucket.total
+            total.pack(bucket.flat)
             with LogMode(self._group, self._domain.log):
-                total = SparseSum(bucket.flat, self._group)
-            # ranks first exchange their counts of entries, which determine the size of the second
-            # message, or that there is none
-            self._wait([total.counting], bucket)
-            with LogMode(self._group, self._domain.log):
-                work = total.exchange()
-            works = () if work is None else (work,)
+                works = [total.send()]
             self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)
         self.launched[-1].stream = stream
+
+    def send_rest(self) -> None:
+        """Send the entries of sparse gradients that had no room in the first messages.
+
+        Called before the vote, when the backward has ended and this rank may wait for others.
+        """
+        for launched in self.launched:
+            bucket, total = launched.bucket, launched.sparse
+            if total is None or launched.complete:
+                continue
+            self._wait(launched.works, bucket)
+            with LogMode(self._group, self._domain.log):
+                work = total.send_rest()
+            if work is not None:
+                launched.works = [*launched.works, work]
+            launched.complete = True
 
     def _launch_mean(self, bucket: Bucket) -> None:
         flat = bucket.flat

@@ -74,8 +74,9 @@ def launch_filled(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
     if backward.launcher.scale is None:
         agree_on_scale(backward)
     votes = backward.launcher.hook is None and not backward.usage.allows_unused
-    # a sparse bucket consists of several messages: `finalize` counts them once they are sent
+    # a sparse bucket may need a second message: `finalize` counts it once that is sent
     if is_last and votes and not isinstance(bucket, SparseBucket):
+        backward.launcher.send_rest()
         backward.sending_last()
     backward.launcher.launch(bucket, is_last=is_last)
 
@@ -137,7 +138,9 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
 def _waits(backward: Backward, bucket: Bucket) -> bool:
     """Return True if the launch of a bucket may wait for other ranks."""
     future, launcher = backward.domain.hook_future, backward.launcher
-    if launcher.scale is None and launcher.hook is not None and not launcher.hook.linear:
+    if launcher.hook is None:
+        return future is not None and not future.done()  # that of another reducer's hook
+    if launcher.scale is None and not launcher.hook.linear:
         return True  # `agree_on_scale`
     return isinstance(bucket, SparseBucket) or (future is not None and not future.done())
 
