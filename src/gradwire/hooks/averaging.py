@@ -11,6 +11,8 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.result import after, as_future
 
 _COUNT_BYTES = 8
+_MERGED = (torch.float32, torch.float64)
+"""Dtypes in which every supported version of PyTorch adds two sparse tensors."""
 _SMALL_BYTES = 64 << 10
 """Size of the smallest message, with which a first sum begins."""
 
@@ -136,10 +138,21 @@ class SparseSum:
             return self._own
         messages = [m for m in (self._first, self._rest) if m is not None]
         parts = [m.entries(rank, n) for rank, n in enumerate(counts) for m in messages]
+        if len(parts) == 2 and self._own.dtype in _MERGED:
+            # merging two sorted tensors takes half the time of sorting both
+            first, second = (self._sparse(*part, coalesced=True) for part in parts)
+            return (first + second).coalesce()
         indices, values = (torch.cat(part) for part in zip(*parts, strict=True))
-        shape = self._own.shape
-        total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
-        return total.coalesce()
+        return self._sparse(indices, values, coalesced=False).coalesce()
+
+    def _sparse(self, indices: Tensor, values: Tensor, *, coalesced: bool) -> Tensor:
+        return torch.sparse_coo_tensor(
+            indices.t(),
+            values,
+            self._own.shape,
+            check_invariants=False,
+            is_coalesced=coalesced or None,
+        )
 
 
 class _Message:
