@@ -190,6 +190,8 @@ if step == AT:
     dist.send(torch.ones(4), (rank + 1) % size)""")
 _add("dtype", "calls", "mismatch, error", r"[Dd]ouble|float64|dtype|size", sides=True,
      after="dist.all_reduce(torch.ones(8, dtype=torch.double if now else None))  # here")
+_add("size", "calls", "mismatch", "size", sides=True,
+     after="dist.all_reduce(torch.ones(8 if now else 2000))  # here")
 _add("other_model", "calls", "mismatch, error", sides=True, model="model = Net(12 if bad else 8)")
 _add("sparse_on_one_rank", "calls", "mismatch, error, missing, skipped", sides=True,
      model="model = Words(sparse=bad)")

@@ -18,8 +18,10 @@ import pytest
 
 from gradwire import recorder
 from gradwire.recorder import kernel
+from gradwire.recorder.black_box import OWNER
 from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.exit_notes import ExitNotes
+from gradwire.recorder.load import load
 from gradwire.recorder.ring_file import SIZE, RingFile, read_ring
 from gradwire.recorder.verdict.reading import parse_stacks
 
@@ -191,6 +193,54 @@ def test_calls_of_exit_are_noted():
         "no config",
     )
     assert Path(notes.last["lines"][0]["filename"]).name == Path(__file__).name
+
+
+def recorded(directory: Path, run: Callable[[], None]) -> int:
+    """Run as rank 0 with a recorder, in a fork, and return its exit code."""
+
+    def be_rank():
+        faulthandler.disable()  # pytest's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.environ |= {"RANK": "0", OWNER: str(os.getpid())}
+        recorder.start(directory)
+        until((directory / "process-0.json").exists)
+        run()
+
+    return os.waitstatus_to_exitcode(os.waitpid(fork(be_rank), 0)[1])
+
+
+def abort_in_c():
+    """Abort as Gloo does: without the GIL, in a thread that Python does not know."""
+    libc = ctypes.CDLL(None)
+    libc.pthread_create.argtypes = [ctypes.c_void_p] * 4
+    thread = ctypes.c_void_p()
+    libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+    time.sleep(60)
+
+
+def test_a_process_that_c_code_aborts_leaves_a_dump(tmp_path):
+    assert recorded(tmp_path, abort_in_c) == -signal.SIGABRT
+    found = load(tmp_path / "rank_0")["gradwire"]
+    assert (found["rank"], found["reason"]) == (0, "crash")
+    stack = next(iter(found["threads"].values()))
+    assert "abort_in_c" in [frame["name"] for frame in stack]
+
+
+def test_the_abort_of_a_fork_does_not_end_its_rank(tmp_path):
+    def run():
+        assert os.waitstatus_to_exitcode(os.waitpid(fork(os.abort), 0)[1]) == -signal.SIGABRT
+        time.sleep(0.5)  # the recorder's thread looks every 0.2 s
+        assert not (tmp_path / "crash-0.txt").stat().st_size
+        recorder.stop()
+        os._exit(7)
+
+    assert recorded(tmp_path, run) == 7
+
+
+@pytest.mark.wide  # 6 s
+def test_a_process_that_holds_the_gil_ends_all_the_same(tmp_path):
+    assert recorded(tmp_path, os.abort) == -signal.SIGABRT
+    assert not (tmp_path / "rank_0").exists()
 
 
 REPORT = """Fatal Python error: Segmentation fault

@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.recorder import finite
+from gradwire.recorder.aborts import end_aborted
 from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.events import Event, events, on_failure, record_error
 from gradwire.recorder.exit_notes import ExitNotes
@@ -297,6 +298,9 @@ class BlackBox:
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()
                 self._write_start()
+                if self._files is not None and self._files.is_aborting():
+                    _at_last(lambda: self.write("crash"))
+                    end_aborted()
                 if self._files is not None and not self._ended:
                     _at_last(self._files.beat)
                 if signal.SIGUSR2 in signals:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from gradwire.recorder.aborts import abort_at_once, delay_aborts, is_abort
 from gradwire.recorder.groups import known_groups
 from gradwire.recorder.kernel import STACKS_SIGNAL
 from gradwire.recorder.lines import call_stack, is_users, read_line
@@ -28,6 +29,7 @@ _SILENT_NS = 1_000_000_000  # Python did not run for so long
 _PAUSE_NS = 50_000_000
 _MOST = 64
 _FRAMES = 6
+_REPORT_SECONDS = 0.02  # faulthandler writes its report in less
 
 
 class CrashFiles:
@@ -44,6 +46,7 @@ class CrashFiles:
         self._name = f"of-process-{socket.gethostname()}-{os.getpid()}"  # unique across containers
         self._pid = os.getpid()
         self._crashes: TextIO | None = None
+        self._delays_aborts = False
         self._stacks: TextIO | None = None
         self.silences: list[tuple[int, int, int]] = []
         self.pauses: list[tuple[int, int]] = []
@@ -58,7 +61,9 @@ class CrashFiles:
         if not faulthandler.is_enabled():
             # Gloo aborts a process that receives a message of an unexpected size
             self._crashes = self._path(CRASH).open("w")
+            self._delays_aborts = delay_aborts()
             faulthandler.enable(self._crashes)
+            os.register_at_fork(after_in_child=self._disable)
 
     def announce(self, rank: int) -> None:
         """Create the files of a rank, or name them after its new rank."""
@@ -88,6 +93,23 @@ class CrashFiles:
         counts = {name: info.count() for name, info in known_groups().items()}
         self._file.beat({"counts": counts, "stack": _main_stack(), "cpu": cpu})
 
+    def is_aborting(self) -> bool:
+        """Return True if C code aborts this process, whose end waits for a dump."""
+        if not self._delays_aborts or self._crashes is None or self._crashes.closed:
+            return False
+        if not os.fstat(self._crashes.fileno()).st_size or not is_abort(self._path(CRASH)):
+            return False
+        time.sleep(_REPORT_SECONDS)
+        return True
+
+    def _disable(self) -> None:
+        """Disable faulthandler; a fork's crash is not this process's."""
+        if self._crashes is not None and not self._crashes.closed:
+            faulthandler.disable()
+            if self._delays_aborts:
+                abort_at_once()
+            self._crashes.close()
+
     def forget_crash(self) -> None:
         """Remove the empty files of a process that ends by itself."""
         if os.getpid() != self._pid:
@@ -106,9 +128,7 @@ class CrashFiles:
             gc.callbacks.remove(self._on_collection)
         if os.getpid() != self._pid:
             return
-        if self._crashes is not None:
-            faulthandler.disable()
-            self._crashes.close()
+        self._disable()
         if self._stacks is not None and STACKS_SIGNAL is not None:
             faulthandler.unregister(STACKS_SIGNAL)
             self._stacks.close()

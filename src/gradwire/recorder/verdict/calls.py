@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,6 @@ from gradwire.recorder.verdict.finding import (
     UNCLEAR,
     Finding,
     Kind,
-    is_users,
     last_of,
     list_ranks,
     name_call,
@@ -28,6 +27,10 @@ _OTHER = {
     "dtype": "print the dtype before this line on all ranks: autocast, a checkpoint and the "
     "model's configuration determine it",
 }
+_CONDITIONS = (
+    "look for a condition on the rank or on its data before these lines",
+    "look for iteration over a set, whose order differs between processes: sort it",
+)
 _TIMES = 2  # on each rank, before anything is expected
 
 
@@ -36,8 +39,7 @@ def find_mismatch(evidence: Evidence) -> list[Finding]:
     dumps = evidence.dumps
     found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
-        for recorded in dumps.calls(group).values():
-            calls = _with_crashed(dumps, recorded)
+        for calls in dumps.calls(group).values():
             culprits = None
             if len({call.what for call in calls.values()}) > 1:
                 culprits = _culprits(dumps, calls)
@@ -106,59 +108,6 @@ def _all_raised(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
-    """Add the calls of ranks that crashed in them, found by their lines.
-
-    Gloo aborts a process that receives more bytes than expected, from whichever rank.
-    """
-    if all(call.done for call in calls.values()):
-        return calls
-    first = next(iter(calls.values()))
-    found = dict(calls)
-    for rank, crash in dumps.crashes.items():
-        called = None if rank in calls else _call_at(dumps, crash.frames)
-        if called is None and rank not in calls:
-            called = _first_call_at(first, crash.frames)
-        if called is not None:
-            found[rank] = replace(called, number=first.number, created=first.created, done=False)
-    return found
-
-
-def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
-    """Return a completed call of any rank at a line of a stack."""
-    places = {(str(frame["filename"]), int(frame["line"])) for frame in frames}
-    for dump in dumps.ranks.values():
-        for calls in dump.calls.values():
-            for call in reversed(calls):
-                if call.done and call.place in places:
-                    return call
-    return None
-
-
-def _first_call_at(theirs: Call, frames: Sequence[Mapping[str, Any]]) -> Call | None:
-    """Return the call of a stack, at a line where the others do not call; sizes are unknown."""
-    op = ""
-    for frame in frames:
-        if is_users(frame):
-            place = str(frame["filename"]), int(frame["line"])
-            if not op or place == theirs.place:
-                return None
-            return replace(
-                theirs,
-                op=op,
-                sizes=(),
-                dtypes=(),
-                filename=place[0],
-                line=place[1],
-                function=str(frame["name"]),
-                parameters=(),
-                step=None,
-            )
-        if "/torch/distributed/" in str(frame["filename"]) and frame["name"] != "wrapper":
-            op = str(frame["name"])
-    return None
-
-
 def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
     if not culprits:
         return _undecided(calls)
@@ -179,7 +128,7 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
     }
     who = list_ranks(culprits)
     if (mine.op, mine.place) == (theirs.op, theirs.place):
-        field = "size" if mine.sizes != theirs.sizes else "dtype"
+        field = _differing(mine, theirs)
         return Finding(
             Kind.MISMATCH,
             tuple(culprits),
@@ -197,10 +146,7 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
         f"{who} called {name_call(mine, number=False)}, where {list_ranks(others)} called "
         f"{name_call(theirs, number=False)} (number {theirs.number} of group {theirs.group})",
         tuple(details),
-        (
-            "look for a condition on the rank or on its data before these lines",
-            "look for iteration over a set, whose order differs between processes: sort it",
-        ),
+        _CONDITIONS,
         **common,
     )
 
@@ -231,25 +177,29 @@ def _skipped(
 
 def _undecided(calls: Mapping[int, Call]) -> Finding:
     """Return a finding without a culprit, for equally many ranks on both sides."""
-    ranks, first = list(calls), next(iter(calls.values()))
-    others = (call for call in calls.values() if call.what != first.what)
-    other = next(others)
+    first = next(iter(calls.values()))
+    other = next(call for call in calls.values() if call.what != first.what)
+    what, which = "made different calls", f"number {first.number} of group {first.group}"
+    remedies = _CONDITIONS
+    if (first.op, first.place) == (other.op, other.place):
+        field = _differing(first, other)
+        what, remedies = f"called {first.op} with different {field}s", (_OTHER[field],)
     return Finding(
         Kind.MISMATCH,
         (),
-        f"{list_ranks(ranks)} made different calls (number {first.number} of group "
-        f"{first.group}), equally many each: {name_call(first, number=False)}, and "
-        f"{name_call(other, number=False)}",
+        f"{list_ranks(list(calls))} {what} ({which}), equally many each: "
+        f"{name_call(first, number=False)}, and {name_call(other, number=False)}",
         tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
-        (
-            "look for a condition on the rank or on its data before these lines",
-            "look for iteration over a set, whose order differs between processes: sort it",
-        ),
+        remedies,
         first.op,
         first.group,
         first.number,
         tuple(dict.fromkeys(f"{c.filename}:{c.line}" for c in (first, other))),
     )
+
+
+def _differing(one: Call, other: Call) -> str:
+    return "size" if one.sizes != other.sizes else "dtype"
 
 
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:

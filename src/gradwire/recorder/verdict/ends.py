@@ -69,13 +69,22 @@ def find_left(evidence: Evidence) -> list[Finding]:
 
 def find_crash(evidence: Evidence) -> list[Finding]:
     """Find a rank whose process crashed in C."""
-    dumps = evidence.dumps
-    if not dumps.crashes:
+    own = {r: c for r, c in evidence.dumps.crashes.items() if not _by_message(c)}
+    return _first_of(evidence.dumps, own)
+
+
+def find_aborted(evidence: Evidence) -> list[Finding]:
+    """Find a process that a backend aborted, because of another rank's message."""
+    crashes = {r: c for r, c in evidence.dumps.crashes.items() if _by_message(c)}
+    # it ranks after its cause, whenever that was recorded
+    return [replace(finding, time=_AFTER_ALL) for finding in _first_of(evidence.dumps, crashes)]
+
+
+def _first_of(dumps: Dumps, crashes: Mapping[int, Crash]) -> list[Finding]:
+    if not crashes:
         return []
-    own = {r: crash for r, crash in dumps.crashes.items() if not _by_message(crash)}
-    rank, crash = min((own or dumps.crashes).items(), key=lambda item: item[1].time)
-    # an abort caused by another rank's message ranks after its cause, whenever that was recorded
-    return [replace(_crashed(dumps, rank, crash), time=crash.time if own else _AFTER_ALL)]
+    rank, crash = min(crashes.items(), key=lambda item: item[1].time)
+    return [replace(_crashed(dumps, rank, crash), time=crash.time)]
 
 
 def _by_message(crash: Crash) -> bool:

@@ -107,6 +107,14 @@ RULES = (
         ends.find_crash,
     ),
     Rule(
+        "abort",
+        CAUSE,
+        "a report of faulthandler about an abort in a wait, or outside Python's threads",
+        ("crash", "other call", "other value"),
+        UNCLEAR,
+        ends.find_aborted,
+    ),
+    Rule(
         "signal",
         CAUSE,
         "an exit by a signal of a rank that ran until the first failure",
