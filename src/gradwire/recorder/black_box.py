@@ -31,6 +31,7 @@ from gradwire.recorder.aborts import end_aborted
 from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.events import Event, events, on_failure, record_error
 from gradwire.recorder.exit_notes import ExitNotes
+from gradwire.recorder.files import FIRST, PREFIX
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
 from gradwire.recorder.kernel import family
@@ -45,8 +46,6 @@ from gradwire.recorder.requests import (
 )
 from gradwire.recorder.trace.clocks import this_clock
 
-PREFIX = "rank_"
-FIRST = "first_"
 OWNER = "GRADWIRE_RECORDEROWNER"
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # poll interval until this process has a rank

@@ -8,7 +8,8 @@ import warnings
 from pathlib import Path
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.recorder.black_box import OWNER, PREFIX, BlackBox
+from gradwire.recorder.black_box import OWNER, BlackBox
+from gradwire.recorder.files import PREFIX
 
 VARIABLE = "GRADWIRE_RECORDER"
 _box: list[BlackBox] = []

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradwire.recorder.aborts import abort_at_once, delay_aborts, is_abort
+from gradwire.recorder.files import CRASH, RING, STACKS
 from gradwire.recorder.groups import known_groups
 from gradwire.recorder.kernel import STACKS_SIGNAL
 from gradwire.recorder.lines import call_stack, is_users, read_line
 from gradwire.recorder.recording import ring
 from gradwire.recorder.ring_file import RingFile
 
-RING, CRASH, STACKS = "ring-{}", "crash-{}.txt", "stacks-{}.txt"
 _SILENT_NS = 1_000_000_000  # Python did not run for so long
 _PAUSE_NS = 50_000_000
 _MOST = 64

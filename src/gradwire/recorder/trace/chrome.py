@@ -11,9 +11,8 @@ from gradwire.recorder.groups import GroupInfo
 from gradwire.recorder.lines import read_line
 from gradwire.recorder.recording import BucketRecord, StepRecord
 from gradwire.recorder.trace.clocks import Offset
+from gradwire.recorder.trace.summary import BUCKETS, COLLECTIVES, LANES, STEPS, WAITS
 
-STEPS, BUCKETS, COLLECTIVES, WAITS = range(4)
-LANES = ("steps", "buckets", "collectives", "waits for")
 Json = dict[str, Any]
 
 

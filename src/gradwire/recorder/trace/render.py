@@ -9,8 +9,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gradwire.recorder.trace.chrome import BUCKETS, LANES, STEPS, WAITS
-from gradwire.recorder.trace.summary import HEADINGS, Summary, row_of, summarize
+from gradwire.recorder.trace.summary import (
+    BUCKETS,
+    HEADINGS,
+    LANES,
+    STEPS,
+    WAITS,
+    Summary,
+    row_of,
+    summarize,
+)
 
 COLOURS = {
     "forward": "#7cb5ec",

@@ -10,8 +10,9 @@ from statistics import median
 from typing import Any
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.trace.chrome import BUCKETS, COLLECTIVES, STEPS
 
+STEPS, BUCKETS, COLLECTIVES, WAITS = range(4)
+LANES = ("steps", "buckets", "collectives", "waits for")
 _MAX_BYTES = 1 << 30
 _MORE_THAN_EQUAL = 1.2  # times an equal share
 HEADINGS = (

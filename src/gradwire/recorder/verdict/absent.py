@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwire.recorder.lines import is_conditional, swallowing_handler
 from gradwire.recorder.verdict.doing import what_it_did, what_it_waited_for
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.evidence import (
@@ -29,6 +28,7 @@ from gradwire.recorder.verdict.finding import (
     on_host,
     places_of,
 )
+from gradwire.recorder.verdict.source import is_conditional, swallowing_handler
 
 _FOR_GIL = (
     "see what that line calls: an extension that does not release the GIL blocks all threads",

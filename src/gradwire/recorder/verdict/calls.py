@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.evidence import LONG_NS, Evidence
 from gradwire.recorder.verdict.finding import (
@@ -20,6 +19,7 @@ from gradwire.recorder.verdict.finding import (
     name_call,
     places_of,
 )
+from gradwire.recorder.verdict.source import swallowing_handler
 
 _OTHER = {
     "size": "print the shape before this line on all ranks: the last batch, padding and the "
@@ -180,17 +180,17 @@ def _undecided(calls: Mapping[int, Call]) -> Finding:
     first = next(iter(calls.values()))
     other = next(call for call in calls.values() if call.what != first.what)
     what, which = "made different calls", f"number {first.number} of group {first.group}"
-    remedies = _CONDITIONS
+    field = ""
     if (first.op, first.place) == (other.op, other.place):
         field = _differing(first, other)
-        what, remedies = f"called {first.op} with different {field}s", (_OTHER[field],)
+        what = f"called {first.op} with different {field}s"
     return Finding(
         Kind.MISMATCH,
         (),
         f"{list_ranks(list(calls))} {what} ({which}), equally many each: "
         f"{name_call(first, number=False)}, and {name_call(other, number=False)}",
         tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
-        remedies,
+        (_OTHER[field],) if field else _CONDITIONS,
         first.op,
         first.group,
         first.number,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.black_box import FIRST, PREFIX
-from gradwire.recorder.crash_files import RING, STACKS
+from gradwire.recorder.files import FIRST, PREFIX, RING, STACKS
 from gradwire.recorder.load import load
 from gradwire.recorder.ring_file import read_ring
 from gradwire.recorder.verdict.dumps import (
