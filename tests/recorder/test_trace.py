@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -30,14 +31,26 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 STEPS = 3
 
 
+def spin(seconds):
+    """Use CPU time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
 def train(path):
+    heap = [[n] for n in range(100_000)]  # collecting it takes more than 1 ms
     model = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
     with gradwire.timeline(path):
-        for _ in range(STEPS):
+        for step in range(STEPS):
             if dist.get_rank() == 1:
                 time.sleep(0.03)
+                if step == 1:
+                    spin(0.05)
+                    gc.collect()
             model(torch.ones(2, 4)).sum().backward()
             model.zero_grad()
+    assert heap
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +96,24 @@ def test_summary_names_the_rank_that_others_waited_for(trace):
     first, second = summary.ranks
     assert first.steps == second.steps == STEPS
     assert first.waited == second.waited_for > 1000 * (STEPS - 1) * 0.03 * 0.9
+    assert second.between > 25 > first.between > 0
+    assert second.collected > 1
     assert first.sent_mb == second.sent_mb > 0
     assert [sorted(b.parameters) for b in summary.buckets][:1] == [["bias", "weight"]]
+
+
+def test_steps_tell_cpu_time_and_time_between(trace):
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    own = [e for e in slices if e["pid"] == 1 and e["tid"] == 0]
+    between = [e for e in own if e["name"] == "between steps"]
+    assert [e["args"]["step"] for e in between] == [2, 3]
+    assert min(e["dur"] for e in between) > 29e3
+    cpu = {e["args"]["step"]: e["args"].get("cpu us") for e in own if e["name"] == "backward"}
+    assert cpu[1] is None
+    assert cpu[2] >= 50e3
+    (collection,) = (e for e in own if e["name"] == "garbage collection")
+    assert between[0]["ts"] < collection["ts"]
+    assert collection["ts"] + collection["dur"] < between[0]["ts"] + between[0]["dur"]
 
 
 def test_command(trace, tmp_path):

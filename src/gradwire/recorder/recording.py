@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class StepRecord:
         forward, backward: Start times.
         computed: Time when the last gradient was ready.
         reduced: Time when all gradients were reduced.
+        cpu: CPU time that the process, with all its threads, had used by then.
     """
 
     step: int
@@ -104,6 +105,15 @@ class StepRecord:
     backward: int
     computed: int
     reduced: int
+    cpu: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionRecord:
+    """Start and end of a garbage collection."""
+
+    start: int
+    end: int
 
 
 class Ring:
@@ -243,7 +253,8 @@ class Ring:
     def add_step(self, step: int, forward: int, backward: int, computed: int, reduced: int) -> None:
         """Record the times of a reduced backward pass, as in `StepRecord`."""
         if self.listener is not None:
-            self.listener(StepRecord(step, forward, backward, computed, reduced))
+            times = forward, backward, computed, reduced
+            self.listener(StepRecord(step, *times, process_time_ns()))
 
 
 def record_start(entry: Entry) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from gradwire.recorder import recording as r
 from gradwire.recorder.groups import GroupInfo
 from gradwire.recorder.lines import read_line
-from gradwire.recorder.recording import BucketRecord, StepRecord
+from gradwire.recorder.recording import BucketRecord, CollectionRecord, StepRecord
 from gradwire.recorder.trace.clocks import Offset
 from gradwire.recorder.trace.summary import BUCKETS, COLLECTIVES, LANES, STEPS, WAITS
 
@@ -21,9 +21,13 @@ def part_of(
 ) -> Json:
     """Return one rank's events on rank 0's clock."""
     events: list[Json] = []
+    before: StepRecord | None = None
     for record in records:
         if isinstance(record, StepRecord):
-            events += _step(record)
+            events += _step(record, before)
+            before = record
+        elif isinstance(record, CollectionRecord):
+            events.append(_event(STEPS, "garbage collection", record.start, record.end))
         elif isinstance(record, BucketRecord):
             events += _bucket(record)
         else:
@@ -32,6 +36,7 @@ def part_of(
         event["pid"] = rank
         event["ts"] = (event["ts"] + offset.ns) / 1e3
         event["dur"] /= 1e3
+    events.sort(key=lambda event: event["ts"])  # what is in another is drawn after it
     return {"rank": rank, "events": events, "error_us": offset.error_ns / 1e3}
 
 
@@ -63,14 +68,18 @@ def _event(lane: int, name: str, start: int, end: int, **args: Any) -> Json:
     return event | {"args": args}
 
 
-def _step(step: StepRecord) -> list[Json]:
+def _step(step: StepRecord, before: StepRecord | None) -> list[Json]:
+    args = {"step": step.step}
+    if before is not None:
+        args["cpu us"] = (step.cpu - before.cpu) // 1000  # since the step before
     spans = [
+        ("between steps", before.reduced if before is not None else 0, step.forward),
         ("forward", step.forward, step.backward),
         ("backward", step.backward, step.computed),
         ("exposed communication", step.computed, step.reduced),
     ]
     return [
-        _event(STEPS, name, start, end, step=step.step)
+        _event(STEPS, name, start, end, **args)
         for name, start, end in spans
         if start and end > start
     ]

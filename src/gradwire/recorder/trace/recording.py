@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import torch.distributed as dist
@@ -23,12 +25,13 @@ from gradwire._groups import find_store
 from gradwire._processes import wait_until
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.groups import at_end_of_job, known_groups, this_rank
-from gradwire.recorder.recording import ring
+from gradwire.recorder.recording import CollectionRecord, ring
 from gradwire.recorder.trace.chrome import part_of, trace_of
 from gradwire.recorder.trace.clocks import Offset, find_offset, this_clock
 
 VARIABLE = "GRADWIRE_TIMELINE"
 _WAIT_SECONDS = 30.0  # rank 0's wait for the other ranks' parts
+_COLLECTION_NS = 1_000_000  # shorter ones are not recorded
 _MOST = 200_000  # records per rank; later ones are only counted
 
 
@@ -46,7 +49,9 @@ class Recording:
         self._left_out = 0
         self._written = -1
         self._pid = os.getpid()
+        self._collecting = 0
         ring.listener = self._take
+        gc.callbacks.append(self._on_collection)
 
     def _take(self, record: Any) -> None:
         if not self._records and self._written < 0:
@@ -55,6 +60,13 @@ class Recording:
             self._records.append(record)
         else:
             self._left_out += 1
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        now = perf_counter_ns()
+        if phase == "start":
+            self._collecting = now
+        elif now - self._collecting > _COLLECTION_NS:
+            self._take(CollectionRecord(self._collecting, now))
 
     def forget_earlier(self) -> None:
         """Remove this rank's part file of an earlier run that was not merged."""
@@ -81,6 +93,7 @@ class Recording:
         """Stop recording."""
         if ring.listener == self._take:
             ring.listener = None
+            gc.callbacks.remove(self._on_collection)
 
     def _part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{rank}.part")

@@ -21,6 +21,8 @@ from gradwire.recorder.trace.summary import (
 )
 
 COLOURS = {
+    "between steps": "#e3d3a3",
+    "garbage collection": "#e377c2",
     "forward": "#7cb5ec",
     "backward": "#4a7ebb",
     "exposed communication": "#e4572e",

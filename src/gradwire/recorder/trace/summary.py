@@ -13,14 +13,18 @@ from gradwire.errors import ArgumentError
 
 STEPS, BUCKETS, COLLECTIVES, WAITS = range(4)
 LANES = ("steps", "buckets", "collectives", "waits for")
+_PARTS = ("between steps", "forward", "backward", "exposed communication")
 _MAX_BYTES = 1 << 30
 _MORE_THAN_EQUAL = 1.2  # times an equal share
 HEADINGS = (
     "rank",
     "steps",
+    "between",
     "forward",
     "backward",
     "exposed",
+    "CPU",
+    "GC (sum)",
     "waited (sum)",
     "waited for (sum)",
     "sent, MB",
@@ -30,7 +34,8 @@ Event = Mapping[str, Any]
 
 def row_of(rank: RankTimes) -> list[str]:
     """Return a rank's row under `HEADINGS`."""
-    times = (rank.forward, rank.backward, rank.exposed, rank.waited, rank.waited_for)
+    per_step = rank.between, rank.forward, rank.backward, rank.exposed, rank.cpu
+    times = *per_step, rank.collected, rank.waited, rank.waited_for
     return [
         str(rank.rank),
         str(rank.steps),
@@ -46,8 +51,11 @@ class RankTimes:
     Attributes:
         rank: Rank.
         steps: Number of steps.
-        forward, backward, exposed: Median times per step of forward, of backward, and of waiting
-            for communication afterwards.
+        between, forward, backward, exposed: Median times per step of what precedes forward, such as
+            the optimizer and the data loader, of forward, of backward, and of waiting for
+            communication afterwards.
+        cpu: Median CPU time of all threads per step, from the end of the step before.
+        collected: Sum of the times of garbage collections.
         waited: Sum of the times that it was in a collective before the last rank came.
         waited_for: Sum of the times that all others were in collectives before this rank, the last.
         sent_mb: MB sent in collectives, or in buckets if collectives are not recorded.
@@ -55,9 +63,12 @@ class RankTimes:
 
     rank: int
     steps: int
+    between: float
     forward: float
     backward: float
     exposed: float
+    cpu: float
+    collected: float
     waited: float
     waited_for: float
     sent_mb: float
@@ -181,10 +192,13 @@ def _waits(events: Sequence[Event]) -> list[tuple[int, int, float]]:
 
 def _rank(rank: int, events: Sequence[Event], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
     own = [event for event in events if event["pid"] == rank]
+    in_steps = [event for event in own if event["tid"] == STEPS]
     steps = {
-        name: [e["dur"] / 1e3 for e in own if e["tid"] == STEPS and e["name"] == name]
-        for name in ("forward", "backward", "exposed communication")
+        name: [event["dur"] / 1e3 for event in in_steps if event["name"] == name]
+        for name in (*_PARTS, "garbage collection")
     }
+    cpu = {e["args"]["step"]: e["args"]["cpu us"] / 1e3 for e in in_steps if "cpu us" in e["args"]}
+    between, forward, backward, exposed = (_median(steps[name]) for name in _PARTS)
     sent = sum(e["args"]["bytes"] for e in own if e["tid"] == COLLECTIVES)
     if not sent:
         flights = (e for e in own if e["tid"] == BUCKETS and e["name"].endswith("in flight"))
@@ -192,9 +206,12 @@ def _rank(rank: int, events: Sequence[Event], waits: Sequence[tuple[int, int, fl
     return RankTimes(
         rank,
         len(steps["backward"]),
-        _median(steps["forward"]),
-        _median(steps["backward"]),
-        _median(steps["exposed communication"]),
+        between,
+        forward,
+        backward,
+        exposed,
+        _median([*cpu.values()]),
+        sum(steps["garbage collection"]),
         sum(time for waiting, _, time in waits if waiting == rank),
         sum(time for _, last, time in waits if last == rank),
         sent / 1e6,
