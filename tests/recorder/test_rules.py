@@ -270,3 +270,17 @@ def test_of_two_ranks_the_one_that_changed_its_port_is_named(run):
     found = run.verdict()
     assert found.ranks == (1,)
     assert "the program changed it on rank 1" in found.summary
+
+
+@pytest.mark.parametrize(("waits", "named"), [([0.5] * 6, (1,)), ([0] * 5 + [3], ())])
+def test_one_long_wait_in_a_transfer_names_no_rank(run, waits, named):
+    """The process that was waited for may have got no core once."""
+    run = run(2)
+    for rank in (0, 1):
+        calls = []
+        for number, wait in enumerate(waits):
+            made = call(number + 1, number, ended=number + wait + 0.1)
+            calls.append(made | {"waits_ns": {1: int(wait * SECOND)} if rank == 0 else {}})
+        run.rank(rank, calls)
+    found = run.verdict()
+    assert (found.kind, found.ranks) == (Kind.SLOW_TRANSFER, named)

@@ -21,9 +21,11 @@ from click.testing import CliRunner
 import gradwire
 from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.recording import CollectionRecord, StepRecord
 from gradwire.recorder.trace import recording
-from gradwire.recorder.trace.clocks import find_offset
-from gradwire.recorder.trace.render import page_of
+from gradwire.recorder.trace.chrome import part_of
+from gradwire.recorder.trace.clocks import Offset, find_offset
+from gradwire.recorder.trace.render import _bars, page_of
 from gradwire.recorder.trace.summary import read_trace, summarize
 from gradwire.testing import run_ranks
 
@@ -137,6 +139,26 @@ def test_command(trace, tmp_path):
     result = CliRunner().invoke(app, ["timeline", str(other)])
     assert result.exit_code == 2
     assert "is not a trace of gradwire.timeline" in " ".join(result.output.split())
+
+
+def test_picture_shows_what_took_most_of_each_pixel():
+    """Events of less than a pixel would hide each other."""
+    slices = [{"pid": 0, "tid": 0, "name": "forward", "ts": 0.0, "dur": 5000.0}]
+    for ts in range(5000, 10_000):
+        slices += [
+            {"pid": 0, "tid": 0, "name": "exposed communication", "ts": ts, "dur": 0.8},
+            {"pid": 0, "tid": 0, "name": "forward", "ts": ts + 0.8, "dur": 0.2},
+        ]
+    bars = _bars(slices, [0])
+    assert bars[0, "forward"] == [(0.0, 5.0)]
+    assert sum(length for _, length in bars[0, "exposed communication"]) == pytest.approx(5, 0.01)
+
+
+def test_collections_before_the_first_record_are_left_out():
+    early, late = CollectionRecord(0, 10), CollectionRecord(60, 70)
+    part = part_of(0, [StepRecord(1, 40, 50, 80, 90), early, late], {}, Offset(0, 0))
+    names = [event["name"] for event in part["events"]]
+    assert names == ["forward", "backward", "garbage collection", "exposed communication"]
 
 
 def test_names_with_markup_are_escaped(tmp_path):
@@ -340,7 +362,8 @@ class Browser:
         )
         self.call("Page.navigate", url=address)
         end = time.monotonic() + 30
-        while self.value("document.readyState") != "complete":
+        loaded = f"location.href == '{address}' && document.readyState == 'complete'"
+        while not self.value(loaded):
             assert time.monotonic() < end
             time.sleep(0.05)
 
@@ -359,13 +382,27 @@ class Browser:
         os.close(self._write)
 
 
+def _with_many_events(trace, count):
+    data = json.loads(trace.read_text())
+    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    whole = max(event["ts"] + event["dur"] for event in slices)
+    for number in range(1, count // len(slices)):
+        data["traceEvents"] += [e | {"ts": e["ts"] + number * whole} for e in slices]
+    return data
+
+
 @pytest.mark.wide
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium: set CHROMIUM to one")
 def test_page_in_a_browser(trace, tmp_path):
     page = tmp_path / "run.html"
     page.write_text(page_of(json.loads(trace.read_text()), "run.json"), encoding="utf-8")
+    big = tmp_path / "big.html"
+    big.write_text(page_of(_with_many_events(trace, 150_000), "big"), encoding="utf-8")
     browser = Browser(tmp_path / "profile")
     try:
+        browser.open(big.as_uri())
+        assert browser.value("document.querySelectorAll('.slice').length") > 0
+        browser.events.clear()
         browser.open(page.as_uri())
         lanes = browser.value("[...document.querySelectorAll('.lane')].map(e => e.textContent)")
         assert lanes == [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that its help does not i
     from gradwire.recorder.trace import Summary
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_WIDE = 100  # columns of a terminal in which the table has space between its own
 _SHOWN = 5  # number of buckets shown
 
 EXAMPLES = """\b
@@ -69,7 +70,7 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
 def _show(console: Console, summary: Summary) -> None:
     console.print(summary.verdict, style="bold")
     console.print()
-    console.print(_ranks(summary))
+    console.print(_ranks(summary, console.width))
     if summary.buckets:
         console.print()
         console.print(_buckets(summary))
@@ -85,10 +86,11 @@ def _show(console: Console, summary: Summary) -> None:
     )
 
 
-def _ranks(summary: Summary) -> Table:
+def _ranks(summary: Summary, width: int) -> Table:
     from gradwire.recorder.trace import HEADINGS, row_of
 
     table = _table(*HEADINGS)
+    table.padding = (0, int(width >= _WIDE))
     for rank in summary.ranks:
         table.add_row(*row_of(rank))
     return table

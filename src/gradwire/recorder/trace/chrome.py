@@ -14,6 +14,7 @@ from gradwire.recorder.trace.clocks import Offset
 from gradwire.recorder.trace.summary import BUCKETS, COLLECTIVES, LANES, STEPS, WAITS
 
 Json = dict[str, Any]
+_COLLECTION = "garbage collection"
 
 
 def part_of(
@@ -27,7 +28,7 @@ def part_of(
             events += _step(record, before)
             before = record
         elif isinstance(record, CollectionRecord):
-            events.append(_event(STEPS, "garbage collection", record.start, record.end))
+            events.append(_event(STEPS, _COLLECTION, record.start, record.end))
         elif isinstance(record, BucketRecord):
             events += _bucket(record)
         else:
@@ -36,8 +37,16 @@ def part_of(
         event["pid"] = rank
         event["ts"] = (event["ts"] + offset.ns) / 1e3
         event["dur"] /= 1e3
-    events.sort(key=lambda event: event["ts"])  # what is in another is drawn after it
+    events = _without_start(events)
     return {"rank": rank, "events": events, "error_us": offset.error_ns / 1e3}
+
+
+def _without_start(events: list[Json]) -> list[Json]:
+    """Sort events, so that what is in another is drawn after it, without collections before all."""
+    others = (event["ts"] for event in events if event["name"] != _COLLECTION)
+    first = min(others, default=0.0)
+    kept = [event for event in events if event["name"] != _COLLECTION or event["ts"] >= first]
+    return sorted(kept, key=lambda event: event["ts"])
 
 
 def trace_of(parts: Sequence[Mapping[str, Any]]) -> Json:

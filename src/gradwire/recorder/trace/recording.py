@@ -50,6 +50,7 @@ class Recording:
         self._written = -1
         self._pid = os.getpid()
         self._collecting = 0
+        self._collections: list[CollectionRecord] = []  # apart: alone, they are not written
         ring.listener = self._take
         gc.callbacks.append(self._on_collection)
 
@@ -65,8 +66,8 @@ class Recording:
         now = perf_counter_ns()
         if phase == "start":
             self._collecting = now
-        elif now - self._collecting > _COLLECTION_NS:
-            self._take(CollectionRecord(self._collecting, now))
+        elif now - self._collecting > _COLLECTION_NS and len(self._collections) < _MOST:
+            self._collections.append(CollectionRecord(self._collecting, now))
 
     def forget_earlier(self) -> None:
         """Remove this rank's part file of an earlier run that was not merged."""
@@ -83,7 +84,8 @@ class Recording:
         self._written = count
         groups = known_groups()
         size = len(groups["0"].ranks) if "0" in groups else rank + 1
-        part = part_of(rank, self._records[:count], groups, self.offset)
+        records = [*self._records[:count], *self._collections]
+        part = part_of(rank, records, groups, self.offset)
         part["left_out"] = self._left_out
         _write_whole(self._part(rank), part)
         if rank == 0:

@@ -31,14 +31,15 @@ COLOURS = {
     "in flight": "#98c379",
     "waiting": "#f4a259",
     "all_reduce": "#2a9d8f",
-    "all_gather": "#8ab17d",
+    "all_gather": "#17607a",
     "reduce_scatter": "#b5a642",
-    "broadcast": "#5f8a8b",
-    "all_to_all": "#a0785a",
-    "barrier": "#9e9e9e",
+    "broadcast": "#7f5539",
+    "all_to_all": "#8f8fc9",
+    "barrier": "#6b6b6b",
     "other": "#c0c0c0",
 }
 """Colour of each kind of event."""
+_PIXELS = 1100  # of a picture's time axis
 _MOST_ROWS = 64  # of a picture; a page has all
 
 
@@ -130,15 +131,9 @@ def draw(trace: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(12, 1.6 + 0.9 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    bars: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X" and event["pid"] in shown:
-            row = shown.index(event["pid"]) * (len(LANES) + 1) + event["tid"]
-            bars.setdefault((row, kind_of(event)), []).append(
-                (event["ts"] / 1e3, event["dur"] / 1e3)
-            )
+    bars = _bars([e for e in trace["traceEvents"] if e["ph"] == "X"], shown)
     for (row, kind), spans in bars.items():
-        axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS.get(kind, COLOURS["other"]))
+        axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
     rows = {
         i * (len(LANES) + 1) + j: f"rank {rank}: {lane}"
         for i, rank in enumerate(shown)
@@ -153,3 +148,30 @@ def draw(trace: Mapping[str, Any], path: Path) -> None:
     patches = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
     figure.legend(handles=patches, loc="outside lower center", ncols=7, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _bars(
+    slices: Sequence[Mapping[str, Any]], ranks: Sequence[int]
+) -> dict[tuple[int, str], list[tuple[float, float]]]:
+    """Return begins and lengths in ms, by row and kind.
+
+    Events that are shorter than a pixel would hide each other: each pixel has the kind that took
+    most of its time.
+    """
+    end = max((event["ts"] + event["dur"] for event in slices), default=1.0)
+    pixel = end / _PIXELS
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    short: dict[tuple[int, int], dict[str, float]] = {}
+    rows = {rank: number * (len(LANES) + 1) for number, rank in enumerate(ranks)}
+    for event in slices:
+        if event["pid"] in rows:
+            row, kind = rows[event["pid"]] + event["tid"], kind_of(event)
+            if event["dur"] >= pixel:
+                bars.setdefault((row, kind), []).append((event["ts"] / 1e3, event["dur"] / 1e3))
+            else:
+                times = short.setdefault((row, int(event["ts"] / pixel)), {})
+                times[kind] = times.get(kind, 0.0) + event["dur"]
+    for (row, cell), times in short.items():
+        kind = max(times, key=times.__getitem__)
+        bars.setdefault((row, kind), []).append((cell * pixel / 1e3, pixel / 1e3))
+    return bars

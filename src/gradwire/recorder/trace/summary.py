@@ -24,10 +24,10 @@ HEADINGS = (
     "backward",
     "exposed",
     "CPU",
-    "GC (sum)",
-    "waited (sum)",
-    "waited for (sum)",
-    "sent, MB",
+    "GC\n(sum)",
+    "waited\n(sum)",
+    "waited\nfor (sum)",
+    "sent,\nMB",
 )
 Event = Mapping[str, Any]
 
@@ -39,9 +39,13 @@ def row_of(rank: RankTimes) -> list[str]:
     return [
         str(rank.rank),
         str(rank.steps),
-        *(f"{time:.2f}" for time in times),
-        f"{rank.sent_mb:.2f}",
+        *map(_number, times),
+        _number(rank.sent_mb),
     ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,10 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     errors = trace["otherData"]["clock error, us"].values()
     waits = _waits(events)
-    ranks = tuple(_rank(rank, events, waits) for rank in trace["otherData"]["ranks"])
+    own: dict[int, list[Event]] = {rank: [] for rank in trace["otherData"]["ranks"]}
+    for event in events:
+        own[event["pid"]].append(event)
+    ranks = tuple(_rank(rank, of_rank, waits) for rank, of_rank in own.items())
     left_out = trace["otherData"].get("records left out", 0)
     return Summary(ranks, _buckets(events), max(errors, default=0.0), left_out)
 
@@ -190,8 +197,7 @@ def _waits(events: Sequence[Event]) -> list[tuple[int, int, float]]:
     return found
 
 
-def _rank(rank: int, events: Sequence[Event], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
-    own = [event for event in events if event["pid"] == rank]
+def _rank(rank: int, own: Sequence[Event], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
     in_steps = [event for event in own if event["tid"] == STEPS]
     steps = {
         name: [event["dur"] / 1e3 for event in in_steps if event["name"] == name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -127,7 +127,7 @@ def _slow_transfer(
 ) -> tuple[int, Finding] | None:
     """Find groups and ranks that spend long in collectives after all ranks have arrived."""
     spent: dict[str, list[tuple[int, int]]] = {}
-    blamed: dict[int, int] = {}
+    blamed: dict[int, list[int]] = {}
     for calls in complete:
         if any(not call.ended or not call.sizes for call in calls.values()):
             continue
@@ -153,7 +153,8 @@ def _slow_transfer(
             for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
         ),
         (
-            "check that rank's network interface (GLOO_SOCKET_IFNAME), core and memory",
+            f"check the network interface (GLOO_SOCKET_IFNAME), core and memory of "
+            f"{list_ranks(ranks) if ranks else 'each rank'}",
             "measure the backends on this machine: gradwire doctor",
         ),
         confidence=LIKELY,
@@ -162,22 +163,29 @@ def _slow_transfer(
     return total, finding
 
 
-def _blame(calls: Mapping[int, Call], came: int, blamed: dict[int, int]) -> None:
-    """Add up waits within a collective after all ranks had arrived, by the awaited rank."""
+def _blame(calls: Mapping[int, Call], came: int, blamed: dict[int, list[int]]) -> None:
+    """Note how long each rank was waited for in a collective after all had arrived."""
+    times = dict.fromkeys(calls, 0)
     for call in calls.values():
         late = max(0, came - (call.started or call.created))
         for rank, waited in call.waits.items():
             # waiting for late ranks is not part of the transfer
-            blamed[rank] = blamed.get(rank, 0) + max(0, waited - late)
+            times[rank] = times.get(rank, 0) + max(0, waited - late)
+    for rank, time in times.items():
+        blamed.setdefault(rank, []).append(time)
 
 
 def _ranks_of_slow(
-    dumps: Dumps, rates: Mapping[str, float], blamed: Mapping[int, int]
+    dumps: Dumps, rates: Mapping[str, float], blamed: Mapping[int, Sequence[int]]
 ) -> list[int]:
-    """Return the rank that waits show, or ranks in all slow groups and in no fast one."""
+    """Return the rank that waits show, or ranks in all slow groups and in no fast one.
+
+    One long wait shows no rank: its process may have got no core.
+    """
     if blamed:
-        rank = max(blamed, key=lambda r: blamed[r])
-        if blamed[rank] > 2 * sum(v for r, v in blamed.items() if r != rank):
+        usual = {rank: sum(times) - max(times) for rank, times in blamed.items()}
+        rank = max(usual, key=usual.__getitem__)
+        if usual[rank] > 2 * sum(sum(v) for r, v in blamed.items() if r != rank):
             return [rank]
     limit = 0.5 * max(rates.values())
     slow = [set(dumps.groups[g]) for g, value in rates.items() if value < limit]
