@@ -284,3 +284,14 @@ def test_one_long_wait_in_a_transfer_names_no_rank(run, waits, named):
         run.rank(rank, calls)
     found = run.verdict()
     assert (found.kind, found.ranks) == (Kind.SLOW_TRANSFER, named)
+
+
+@pytest.mark.parametrize(("missing", "named"), [(1, (2,)), (2, ())])
+def test_ranks_without_dumps_count_for_the_majority(run, missing, named):
+    """The ranks of another host may have made the call of the few."""
+    world = 3 + missing + 1
+    run = run(world)
+    for rank in range(world - missing):
+        run.rank(rank, [call(1, 1), call(2, 2, size=9 if rank == 2 else 4, done=False)])
+    found = run.verdict()
+    assert (found.kind, found.ranks) == (Kind.MISMATCH, named)

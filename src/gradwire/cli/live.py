@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder import PREFIX, REQUEST, await_answers, describe, modified, processes_in
+from gradwire.recorder import PREFIX, REQUEST, await_answers, describe, modified
 
 ALL = "all"
 _PROC = Path("/proc")
@@ -86,11 +86,6 @@ def without_recorder(pid: int) -> str:
 def ranks_without_recorder() -> list[int]:
     """Return processes of this user that a launcher has started as ranks and that do not record."""
     return [pid for pid in _pids() if _is_rank(pid) and directory_of(pid) is None]
-
-
-def has_processes(directory: Path) -> bool:
-    """Return True if ranks have announced themselves in a directory."""
-    return bool(processes_in(directory))
 
 
 def _words(found: dict[str, object]) -> str:

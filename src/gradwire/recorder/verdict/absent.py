@@ -307,38 +307,30 @@ def _late_errors(evidence: Evidence) -> list[Finding]:
     finds a missing rank if no rank lacks a collective, such as with messages.
     """
     dumps = evidence.dumps
-    ranks = sorted(dumps.ranks, key=evidence_key(evidence))
+    failed_at = {r: d.events[-1].time if d.events else 0 for r, d in dumps.ranks.items()}
+    ranks = sorted(failed_at, key=failed_at.__getitem__)
     waited = all(d.events and not evidence.primary[r] for r, d in dumps.ranks.items())
     if not waited or len(ranks) < len(dumps.world) or not dumps.same_clock({*ranks}):
         return []
     for count in range(1, len(ranks)):
         ended = max(dumps.ranks[rank].taken for rank in ranks[:count])
-        if evidence_key(evidence)(ranks[count]) > ended + LONG_NS:
-            return [_came_late(evidence, sorted(ranks[:count]), sorted(ranks[count:]))]
+        if failed_at[ranks[count]] > ended + LONG_NS:
+            return [_came_late(dumps, failed_at, sorted(ranks[:count]), sorted(ranks[count:]))]
     return []
 
 
-def evidence_key(evidence: Evidence) -> Any:
-    """Return a function that returns the time of a rank's last error."""
-
-    def failed_at(rank: int) -> int:
-        events = evidence.dumps.ranks[rank].events
-        return events[-1].time if events else 0
-
-    return failed_at
-
-
-def _came_late(evidence: Evidence, first: list[int], late: list[int]) -> Finding:
-    dumps, failed_at = evidence.dumps, evidence_key(evidence)
+def _came_late(
+    dumps: Dumps, failed_at: Mapping[int, int], first: list[int], late: list[int]
+) -> Finding:
     event = dumps.ranks[late[0]].events[-1]
-    seconds = (event.time - max(failed_at(rank) for rank in first)) * 1e-9
+    after = _seconds(event.time - max(failed_at[rank] for rank in first))
     call = f" called {event.call}" if event.call else " arrived"
     who = "it" if len(late) == 1 else f"rank {late[0]}"
     return Finding(
         Kind.MISSING,
         tuple(late),
         f"{list_ranks(late)} did not arrive while {list_ranks(first)} waited; {who}{call}"
-        f"{at_line(event.lines)} {seconds:.1f} s after they had failed",
+        f"{at_line(event.lines)} {after} after they had failed",
         tuple(
             [f"rank {r}: {last_of(dumps.ranks[r])}" for r in first[:6]]
             + [f"rank {r}: {last_call(dumps, r, None)}" for r in late[:2] if dumps.ranks[r].calls]

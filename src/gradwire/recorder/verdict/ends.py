@@ -30,6 +30,7 @@ from gradwire.recorder.verdict.finding import (
 )
 
 _AFTER_ALL = NEVER
+_names = {int(each): each.name for each in signal.Signals}
 _SLACK_NS = 100_000_000
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGSEGV: "run it with PYTHONFAULTHANDLER=1, and look at the extension called last",
@@ -325,7 +326,7 @@ def _how_it_ended(exit_: Exit | None) -> tuple[str, tuple[str, ...]]:
     if exit_.code >= 0:
         remedy = "see its log: os._exit was called, or it ended while Python was not running"
         return f"ended with exit code {exit_.code} without a dump", (remedy,)
-    how = f"was ended by {_name_of(-exit_.code)}"
+    how = f"was ended by {_names.get(-exit_.code, f'signal {-exit_.code}')}"
     if exit_.oom_killed:
         return f"{how}, by the kernel's out-of-memory killer", (out_of_memory,)
     if exit_.code == -signal.SIGKILL:
@@ -333,8 +334,3 @@ def _how_it_ended(exit_: Exit | None) -> tuple[str, tuple[str, ...]]:
         return how, (look, sent)
     number = -exit_.code
     return how, (_BY_SIGNAL.get(number, "find out what sent this signal"),)
-
-
-def _name_of(number: int) -> str:
-    names: Mapping[int, str] = {each.value: each.name for each in signal.Signals}
-    return names.get(number, f"signal {number}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,13 +29,6 @@ _MEMORY = ("MemoryError", "OutOfMemoryError")
 _IMPORT = ("ImportError", "ModuleNotFoundError")
 _PICKLE = ("PicklingError", "PickleError")
 _TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
-_BY_SIGNAL: dict[int, str] = {
-    signal.SIGSEGV: "run it with PYTHONFAULTHANDLER=1, and look at the extension called last",
-    signal.SIGBUS: "check that /dev/shm and mapped files have space: `df /dev/shm`",
-    signal.SIGABRT: "see the end of its log: a library called abort() and says why",
-    signal.SIGTERM: "find out what sent SIGTERM: a scheduler's time limit or preemption, or `kill`",
-    signal.SIGINT: "find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",
-}
 
 
 def find_error(evidence: Evidence) -> list[Finding]:
@@ -242,7 +234,7 @@ def find_interrupted(evidence: Evidence) -> list[Finding]:
             f"rank {rank}{on_host(dumps, [rank])} was interrupted by SIGINT{at_line(event.lines)}, "
             "and no other rank was",
             tuple(consequences(dumps, [rank])),
-            (_BY_SIGNAL[signal.SIGINT],),
+            ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",),
             places=tuple(places_of(event.lines)[:1]),
             time=event.time,
         )

@@ -17,7 +17,6 @@ from gradwire.recorder.verdict.finding import is_users, last_call, name_call, na
 LONG_NS = 1_000_000_000
 """Upper bound on noticing that a process has ended; a rank waited for longer was late before."""
 _BEATS_NS = 700_000_000  # a living process has written a beat in this time, on a busy machine
-_LATE_BEATS_NS = 2_000_000_000
 _SECONDARY = {  # errors caused by other ranks' failures
     "BrokenGroupError",
     "CheckedMismatchError",
