@@ -58,7 +58,7 @@ class RankTimes:
         between, forward, backward, exposed: Median times per step of what precedes forward, such as
             the optimizer and the data loader, of forward, of backward, and of waiting for
             communication afterwards.
-        cpu: Median CPU time of all threads per step, from the end of the step before.
+        cpu: Median CPU time of all threads per step, from the last step's end to this one's.
         collected: Sum of the times of garbage collections.
         waited: Sum of the times that it was in a collective before the last rank came.
         waited_for: Sum of the times that all others were in collectives before this rank, the last.
