@@ -33,6 +33,7 @@ from gradwire.recorder.verdict.source import is_conditional, swallowing_handler
 _FOR_GIL = (
     "see what that line calls: an extension that does not release the GIL blocks all threads",
 )
+_STAYS_NS = 1_000_000_000  # a failed process waits for others' dumps, after it has written its own
 _FOR_LATE = (
     "find out what it does before that line: a long evaluation, a checkpoint, a data loader",
     "or set a longer timeout for the group",
@@ -314,7 +315,7 @@ def _late_errors(evidence: Evidence) -> list[Finding]:
         return []
     for count in range(1, len(ranks)):
         ended = max(dumps.ranks[rank].taken for rank in ranks[:count])
-        if failed_at[ranks[count]] > ended + LONG_NS:
+        if failed_at[ranks[count]] > ended + _STAYS_NS + LONG_NS:
             return [_came_late(dumps, failed_at, sorted(ranks[:count]), sorted(ranks[count:]))]
     return []
 
