@@ -295,3 +295,18 @@ def test_ranks_without_dumps_count_for_the_majority(run, missing, named):
         run.rank(rank, [call(1, 1), call(2, 2, size=9 if rank == 2 else 4, done=False)])
     found = run.verdict()
     assert (found.kind, found.ranks) == (Kind.MISMATCH, named)
+
+
+@pytest.mark.parametrize(
+    ("world", "failed", "named"), [(3, [1], (1,)), (3, [1, 2], ()), (2, [1], ())]
+)
+def test_ranks_that_differ_from_rank_0_may_be_right(run, world, failed, named):
+    """C++ code compares models with rank 0's, and fails on those that differ from it."""
+    run = run(world)
+    for rank in range(world):
+        own = error(2 + rank / 100, message=f"[{rank}]: params[0] does not match", waited=True)
+        lost = error(3, "PeerLostError", "a rank was lost", waited=True)
+        run.rank(rank, [call(1, 1, line=5)], [own if rank in failed else lost])
+    found = run.verdict()
+    assert found.ranks == named, found
+    assert "does not match" in found.summary

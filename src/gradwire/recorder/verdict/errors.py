@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from gradwire.recorder.verdict.finding import (
 _MEMORY = ("MemoryError", "OutOfMemoryError")
 _IMPORT = ("ImportError", "ModuleNotFoundError")
 _PICKLE = ("PicklingError", "PickleError")
+_NUMBER = re.compile(r"\d+")
 _TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
 
 
@@ -53,11 +55,25 @@ def find_error(evidence: Evidence) -> list[Finding]:
     others = {r for _, r, _ in errors} - set(same)
     if not dumps.same_clock({*same, *others}) and others:
         return [_either(dumps, sorted({*same, *others}), when)]
-    if len(in_line) == len(dumps.world) > 1 and event.waited:
-        return [_all_disagree(event, when)]
+    alike = _alike(dumps, event)
+    # ranks that compare what they have with rank 0's fail if it is rank 0 that differs
+    compared = not event.call and (len(alike) > 1 or len(dumps.world) == 2)
+    if event.waited and (compared or len(in_line) == len(dumps.world) > 1):
+        return [_disagree(sorted(alike | in_line), event, when)]
     if len(same) == len(dumps.world) > 1:
         return [_all_failed(evidence, event, when)]
     return [replace(_failed(dumps, same, event), time=when)]
+
+
+def _alike(dumps: Dumps, event: Event) -> set[int]:
+    """Return the ranks with an error that differs in numbers only, such as the rank's own."""
+    what = event.type, event.lines[:1], _NUMBER.sub("", event.message)
+    return {
+        rank
+        for rank, dump in dumps.ranks.items()
+        for other in dump.events
+        if (other.type, other.lines[:1], _NUMBER.sub("", other.message)) == what
+    }
 
 
 def _may_follow(evidence: Evidence, rank: int, event: Event) -> bool:
@@ -108,13 +124,13 @@ def _for_error(event: Event) -> tuple[str, ...]:
     return ("fix that line: the other ranks' errors follow from it",)
 
 
-def _all_disagree(event: Event, when: int) -> Finding:
+def _disagree(ranks: Sequence[int], event: Event, when: int) -> Finding:
     message = shortened(" ".join(event.message.split()), 600)
     return Finding(
         Kind.MISMATCH,
         (),
-        f"all ranks failed{at_line(event.lines)} with {event.type} when they compared what they "
-        f"passed: {message}",
+        f"{list_ranks(ranks)} failed{at_line(event.lines)} with {event.type} when all "
+        f"compared what they have, and any rank may differ: {message}",
         (),
         ("print the configuration on all ranks before this line, and compare",),
         places=tuple(places_of(event.lines)[:1]),
