@@ -80,7 +80,7 @@ class Plan:
                 victim = chance.randrange(plan.members + 1)  # the last is one that joins later
                 early = ("rendezvous", "form", "transfer")
                 point = chance.choice(POINTS)
-                times = 1 if point in early else chance.randint(1, 20)
+                times = 1 if point in early else chance.randint(1, 3 if point == "sent" else 20)
                 plan.self_kills[victim] = (point, times)
             else:
                 fault = chance.choice(faults)

@@ -39,8 +39,16 @@ def test_the_first_member_is_killed_in_a_commit_and_another_joins(
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point: str, backend: str, expected: tuple[str, list[float]]) -> None:
-    times = {"rendezvous": 1, "form": 1, "transfer": 1, "map": 3}.get(point, 5)
+    times = {"rendezvous": 1, "form": 1, "transfer": 1, "sent": 1, "map": 3}.get(point, 5)
     assert check(Plan(2, 3, backend, self_kills={1: (point, times)}), *expected)["done"] >= 2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_killed_after_its_state_was_sent(backend: str, expected: tuple[str, list[float]]) -> None:
+    """The receiver is told of the loss, and all begin anew from their own start."""
+    kills = {1: ("commit", 5), 0: ("sent", 2)}  # one joins again, and is sent the state
+    check(Plan(8, 2, backend, self_kills=kills, restart=True, pause=0.02), *expected)
 
 
 @pytest.mark.wide

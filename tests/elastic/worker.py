@@ -25,6 +25,7 @@ from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic.members.forming import Forming
 from gradwire.elastic.members.runtime import Runtime
+from gradwire.elastic.training import transfer
 from gradwire.elastic.training.gradients import TreeSum
 from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import RunOverError
@@ -38,6 +39,7 @@ POINTS = (
     "rendezvous",
     "form",
     "transfer",
+    "sent",
     "apply",
     "map",
     "settle",
@@ -253,6 +255,7 @@ def _arm(job: Job) -> None:
         "rendezvous": (Runtime, "_rendezvous"),
         "form": (Forming, "form"),
         "transfer": (Runtime, "_transfer"),
+        "sent": (transfer, "exchange"),
         "apply": (MemberSteps, "_apply"),
         "map": (MemberSteps, "map"),
         "settle": (MemberSteps, "_settle"),

@@ -373,8 +373,10 @@ class MemberSteps:
         state = self.state
         own = transfer.dump(state.kept, state.beside()) if self._runtime.rank == 0 else None
         data = transfer.exchange(group, own, wait)
+        # no member trains on before all have the state; one that is told of a loss instead has to
+        # be left as it was, because its own state is the one that it reports next
+        self._runtime.any(False)
         if not holds:
             state.put_beside(transfer.load(state.kept, data))
             state.forget()
             self._held.clear()  # computed from another state
-        self._runtime.any(False)  # no member trains on before all have the state
