@@ -103,10 +103,9 @@ def plan(
     if here and "RANK" not in os.environ:
         raise click.UsageError("--here needs ranks: start each with gradwire run or torchrun")
     import torch
-    from rich.console import Console
 
     from gradwire.tuning import PLAIN, candidate
-    from gradwire.tuning.plan import draw, load_factory, table
+    from gradwire.tuning.plan import load_factory
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -123,8 +122,15 @@ def plan(
         raise click.UsageError(str(error)) from error
     finally:
         torch.set_num_threads(threads)
-    if not rows:
-        return  # rank 0 prints
+    if rows:  # rank 0 prints
+        _show(rows, found, plot)
+
+
+def _show(rows: Sequence[Row], found: Profile, plot: Path | None) -> None:
+    from rich.console import Console
+
+    from gradwire.tuning.plan import draw, table
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(table(rows, found))
     if plot is not None:

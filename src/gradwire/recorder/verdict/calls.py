@@ -51,7 +51,8 @@ def find_mismatch(evidence: Evidence) -> list[Finding]:
     if not found:
         return []
     when, calls, culprits = min(found, key=lambda each: each[0])
-    return [replace(_mismatch(dumps, calls, culprits), time=when)]
+    finding = _mismatch(dumps, calls, culprits) if culprits else _undecided(calls)
+    return [replace(finding, time=when)]
 
 
 def find_disagreement(evidence: Evidence) -> list[Finding]:
@@ -109,8 +110,6 @@ def _all_raised(evidence: Evidence) -> list[Finding]:
 
 
 def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
-    if not culprits:
-        return _undecided(calls)
     others = [rank for rank in calls if rank not in culprits]
     mine, theirs = calls[culprits[0]], calls[others[0]]
     details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
