@@ -373,8 +373,8 @@ class MemberSteps:
         state = self.state
         own = transfer.dump(state.kept, state.beside()) if self._runtime.rank == 0 else None
         data = transfer.exchange(group, own, wait)
-        # no member trains on before all have the state; one that is told of a loss instead has to
-        # be left as it was, because its own state is the one that it reports next
+        # no member trains on before all have received the state; after a loss here, the member
+        # reports its own earlier progress, so its parameters must not have changed
         self._runtime.any(False)
         if not holds:
             state.put_beside(transfer.load(state.kept, data))
