@@ -841,22 +841,48 @@ def test_local_steps_outside_a_shard_or_without_the_tree(store: dist.Store) -> N
         without_tree()
 
 
-def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.Store) -> None:
-    def member(number: int) -> None:
-        run, model = join(store, shards=2, members=2, backend="gloo"), net()
-        run.keep(model=model)
-        for step in run.steps(3):
-            if number == 1 and step.number == 0:
-                with torch.no_grad():
-                    next(model.parameters()).add_(1)
-            with step:
-                for _ in step.shards:
-                    step.backward(model(X).mean())
-                step.commit()
+def train_with_other_parameters(store: dist.Store, number: int) -> None:
+    """Train as one of two members, whose parameters differ on member 1."""
+    run, model = join(store, shards=2, members=2, backend="gloo"), net()
+    run.keep(model=model)
+    for step in run.steps(3):
+        if number == 1 and step.number == 0:
+            with torch.no_grad():
+                next(model.parameters()).add_(1)
+        with step:
+            for _ in step.shards:
+                step.backward(model(X).mean())
+            step.commit()
 
-    for error in together(partial(member, 0), partial(member, 1)):
-        assert isinstance(error, MismatchError)
+
+def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.Store) -> None:
+    members = (partial(train_with_other_parameters, store, number) for number in (0, 1))
+    for error in together(*members):
+        assert isinstance(error, (MismatchError, PeerFailedError))
         assert "parameters differ between members at the beginning of step 0" in str(error)
+
+
+def test_a_member_lost_before_it_knows_that_parameters_differ_fails_too(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, ended = MemberSteps._compare, threading.Event()
+
+    def late(self: MemberSteps, digests: Any) -> None:
+        if self._runtime.rank == 0:
+            return compare(self, digests)
+        assert ended.wait(20)
+        raise PeerLostError("the connection was closed")
+
+    def first() -> None:
+        try:
+            train_with_other_parameters(store, 0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(MemberSteps, "_compare", late)
+    errors = together(first, partial(train_with_other_parameters, store, 1))
+    assert sorted(type(error).__name__ for error in errors) == ["MismatchError", "PeerFailedError"]
+    assert all("parameters differ between members" in str(error) for error in errors)
 
 
 def test_hosts_that_round_differently_may_train_on(store: dist.Store) -> None:

@@ -278,13 +278,15 @@ class MemberSteps:
         decision = self._runtime.member.decision
         assert decision is not None
         values = {n: d.hex()[:8] for n, d in zip(decision.members, digests, strict=True)}
-        raise MismatchError(
+        error = MismatchError(
             f"parameters differ between members at the beginning of step {self.committed_steps}: "
             f"digests by member are {values}. Change parameters only in the step() of objects that "
             "are passed to step.commit, alike on all members. On hosts that round differently, "
             "pass elastic.join(check_replicas=0)",
             list(values.values()),
         )
+        self._runtime.end_all(error)  # others may lose this member before they have the digests
+        raise error
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
