@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import zlib
@@ -21,6 +22,10 @@ ROOT = Path(__file__).parents[1]
 BACKENDS = ("gloo", "shm")
 POINTS = re.compile(r'^\[project\.entry-points\."(.+?)"\].*\n((?:.+\n)+)', re.M)
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell's background jobs ignore it, and so would the processes that tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
