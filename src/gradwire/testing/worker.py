@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire._gloo_threads import await_gloo_threads
 from gradwire._processes import end_when_closed
 from gradwire.errors import ArgumentTypeError
 from gradwire.shm import Options
@@ -99,6 +100,8 @@ def _serve(channel: Channel, task: Task, store: int) -> None:
     elif not dist.is_initialized():
         # where a group was not formed, torch's count of groups differs from the other ranks'
         os._exit(1)
+    # Gloo's destructor keeps the GIL while it waits for threads, which may need it once more
+    await_gloo_threads()
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
