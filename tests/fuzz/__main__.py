@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz import collectives_plan, collectives_run, collectives_shrink, local_sgd
+from fuzz.collectives_plan import Plan
 from fuzz.groups import make_groups_plan, run_groups_plan
 from fuzz.plan import make_plan
 from fuzz.programs import make_program, run_programs
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one, shrunk if it fails")
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
-    parser.add_argument("--device", default="cpu", help="of the models, on gloo: cuda")
+    parser.add_argument("--device", default="cpu", help="of models, collectives and LocalSGD: cuda")
     parser.add_argument("--stop-after", type=int, default=20, help="failures")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's class out: faster")
     parser.add_argument("--collectives", type=int, help="programs of collectives, not models")
@@ -46,8 +47,7 @@ def main() -> int:
     if arguments.groups is not None:
         return max(many_groups(arguments, backend) for backend in arguments.backends)
     if arguments.collectives_seed is not None:
-        seed, whole = arguments.collectives_seed, arguments.whole
-        return max(one_program(seed, b, whole=whole) for b in arguments.backends)
+        return max(one_program(arguments, b) for b in arguments.backends)
     if arguments.collectives is not None:
         return max(many_programs(arguments, backend) for backend in arguments.backends)
     if arguments.seed is not None:
@@ -99,9 +99,15 @@ def many(arguments: argparse.Namespace, backend: str) -> int:
     return int(failed > 0)
 
 
-def one_program(seed: int, backend: str, *, whole: bool) -> int:
+def program_plan(arguments: argparse.Namespace, backend: str, seed: int) -> Plan:
+    """The collectives' case of a seed; on one GPU, NCCL has one rank."""
+    return collectives_plan.make_plan(seed, alone=backend == "nccl", device=arguments.device)
+
+
+def one_program(arguments: argparse.Namespace, backend: str) -> int:
     """A seed of the collectives; 1 if it fails."""
-    plan = collectives_plan.make_plan(seed)
+    seed, whole = arguments.collectives_seed, arguments.whole
+    plan = program_plan(arguments, backend, seed)
     problems = collectives_run.run_one(plan, backend)
     print(f"{backend} {seed}:", *(problems or ["as the reference"]), sep="\n")
     if problems and not whole:
@@ -117,7 +123,8 @@ def many_programs(arguments: argparse.Namespace, backend: str) -> int:
     last = arguments.first + arguments.collectives
     for first in range(arguments.first, last, 5 * STEP):
         seeds = range(first, min(first + 5 * STEP, last))
-        tally = collectives_run.run_many(map(collectives_plan.make_plan, seeds), backend)
+        plans = (program_plan(arguments, backend, seed) for seed in seeds)
+        tally = collectives_run.run_many(plans, backend)
         ran, failed = ran + tally.ran, failed + len(tally.failed)
         for seed, problems in tally.failed.items():
             print(f"FAILED --collectives-seed {seed} --backends {backend}: {problems[0][:300]}")
@@ -134,11 +141,13 @@ def many_local_sgd(arguments: argparse.Namespace, backend: str) -> int:
     failed, last = 0, arguments.first + arguments.local_sgd
     for first in range(arguments.first, last, STEP):
         seeds = range(first, min(first + STEP, last))
-        problems = local_sgd.run_many(map(local_sgd.make_plan, seeds), backend)
+        plans = (replace(local_sgd.make_plan(s), device=arguments.device) for s in seeds)
+        problems = local_sgd.run_many(plans, backend)
         for seed, found in problems.items():
             print(f"FAILED local_sgd seed {seed} on {backend}: {found[0][-300:]}")
         failed += len(problems)
-        print(f"{backend}: to seed {seeds[-1]}: {failed} failed", flush=True)
+        ran = seeds[-1] + 1 - arguments.first
+        print(f"{backend}: to seed {seeds[-1]}: {ran} ran, {failed} failed", flush=True)
     return int(failed > 0)
 
 

@@ -43,7 +43,7 @@ def weights(seed: int, rank: int, like: Tensor) -> Tensor:
     value = torch.randint(1, 9, like.shape, generator=generator).to(real) / 4 - 1.125
     if like.is_complex():
         value = torch.complex(value, torch.randint(-4, 5, like.shape, generator=generator).to(real))
-    return value.to(like.dtype)
+    return value.to(like.device, like.dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +59,8 @@ def fit(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     flat = x.reshape(-1)
     if not len(flat):
         return flat.new_zeros(tuple(shape)) + flat.sum().to(dtype)
-    return flat[torch.arange(math.prod(shape)) % len(flat)].reshape(tuple(shape))
+    places = torch.arange(math.prod(shape), device=flat.device) % len(flat)
+    return flat[places].reshape(tuple(shape))
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -92,6 +93,7 @@ class Plan:
         checks: What ranks compare: all, only what the backend compares, or the default.
         twice: Second derivatives too.
         by_grad: First derivatives by `torch.autograd.grad` instead of `backward`.
+        device: Of the tensors, which all ranks share.
     """
 
     seed: int
@@ -101,24 +103,25 @@ class Plan:
     checks: bool | None = None
     twice: bool = False
     by_grad: bool = False
+    device: str = "cpu"
 
 
-def make_plan(seed: int) -> Plan:
-    """The case of a seed."""
-    return _Maker(seed).plan()
+def make_plan(seed: int, *, alone: bool = False, device: str = "cpu") -> Plan:
+    """The case of a seed; `alone` gives it one rank, as NCCL has on one GPU."""
+    return replace(_Maker(seed, [1] if alone else [2, 2, 3, 3, 4]).plan(), device=device)
 
 
 class _Maker:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, worlds: Sequence[int]) -> None:
         self.rng = random.Random(f"collectives {seed}")
-        self.seed = seed
+        self.seed, self.worlds = seed, worlds
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
 
     def plan(self) -> Plan:
         rng = self.rng
-        self.ranks = rng.choice([2, 2, 3, 3, 4])
+        self.ranks = rng.choice(self.worlds)
         kinds = rng.choice([REAL] * 10 + [COMPLEX] * 4 + [INTEGERS])
         self.dtype = rng.choice(kinds)
         self.integers = kinds is INTEGERS

@@ -75,7 +75,7 @@ class _Program:
             self.token = 0 * self.leaves[0].abs().sum().double()
 
     def leaf(self, index: int) -> Tensor:
-        x = local.leaf_values(self.plan, index, self.rank)
+        x = local.leaf_values(self.plan, index, self.rank).to(self.plan.device)
         wanted = self.plan.leaves[index].wanted[self.rank]
         return x.requires_grad_(wanted and (x.is_floating_point() or x.is_complex()))
 
@@ -127,7 +127,7 @@ class _Program:
             ys = tuple(_pytree.tree_leaves(result))
             if step.number not in self.seen.results:  # not in a checkpoint's second run
                 self.look(step, ys, x, before, version)
-                self.seen.results[step.number] = tuple(y.detach().clone() for y in ys)
+                self.seen.results[step.number] = tuple(y.detach().clone().cpu() for y in ys)
             return local.after(_tied(local.pairing(ys, step), x, step), step)
 
         return finish
@@ -157,14 +157,14 @@ class _Program:
     def derive(self, loss: Tensor) -> None:
         wanted = [x for x in self.leaves if x.requires_grad]
         grads = self.gradients(loss, wanted, create_graph=self.plan.twice)
-        self.seen.grads = self.by_leaf([None if g is None else g.detach() for g in grads])
+        self.seen.grads = self.by_leaf([None if g is None else g.detach().cpu() for g in grads])
         if not self.plan.twice:
             return
         columns = [[g] for g in self.by_leaf(grads)]
         again = second_loss(self.plan, columns, [self.rank])
         if again.requires_grad:
             second = self.gradients(again, wanted, create_graph=False)
-            self.seen.second = self.by_leaf(second)
+            self.seen.second = self.by_leaf([None if g is None else g.cpu() for g in second])
 
     def gradients(self, loss: Tensor, wanted: Any, *, create_graph: bool) -> Any:
         if self.plan.by_grad:

@@ -30,7 +30,7 @@ from gpu.common import (
     train,
     twin_of,
 )
-from gradwire import hooks
+from gradwire import elastic, hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, SyncBatchNorm
 
 OPTIONS = {
@@ -102,6 +102,7 @@ LOSSY = {
     "sign": hooks.Sign,
     "low_rank": lambda: hooks.LowRank(4),
     "top_k": lambda: hooks.TopK(0.5),
+    "auto": lambda: "auto",
 }
 TORCHS = {
     "fp16": (2e-3, None, default_hooks.fp16_compress_hook),
@@ -401,5 +402,37 @@ def test_the_wrapper_is_copied_and_saved():
         with contextlib.suppress(KeyError):
             del net
         train(again, twin_of(again), steps=1)
+
+    run(main, 2)
+
+
+def test_members_of_an_elastic_run():
+    """The sum over shards, on whichever member, is that of the whole batch."""
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+    def steps_of(model):
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def main():
+        torch.manual_seed(0)
+        model, optimizer = steps_of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).to(DEVICE))
+        twin, alone = steps_of(copy.deepcopy(model))
+        store = dist.PrefixStore("elastic", dist.distributed_c10d._get_default_store())
+        member = elastic.join(store, members=2, shards=4)
+        member.keep(model=model, optimizer=optimizer)
+        for step in member.steps(4, samples=len(x), batch=16):
+            with step:
+                for shard in step.shards:
+                    step.backward(model(x[step.sample_ids(shard)].to(DEVICE)).square().mean())
+                step.commit(optimizer)
+        samples = elastic.Samples(len(x), batch=16, shards=4)
+        for number in range(4):
+            alone.zero_grad()
+            whole = x[samples.ids(number, elastic.Shard(0, 4))].to(DEVICE)
+            twin(whole).square().mean().backward()
+            alone.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+            assert_same_bits(p)
 
     run(main, 2)

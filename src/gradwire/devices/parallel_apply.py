@@ -112,6 +112,8 @@ class _Call:
     def run(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         try:
             with modes(), self.stream or contextlib.nullcontext():
+                if self.stream is not None:
+                    self.stream.query()  # makes the context current in this thread, for cuBLAS
                 self.result = self.context.run(self.module, *self.args, **self.kwargs)
         except BaseException as error:
             self.error = error

@@ -223,7 +223,8 @@ class Pending:
     """A collective under way, whose `wait` raises the backend's errors as gradwire's.
 
     Args:
-        works: Handles of torch.distributed to wait for.
+        works: Handles of torch.distributed to wait for. NCCL returns None for a blocking
+            collective, which the current stream already waits for.
         finish: Function that returns the result; called once, after the works have completed.
         group: Process group of the works, if there are any.
     """
@@ -231,7 +232,10 @@ class Pending:
     __slots__ = ("_finish", "_group", "_number", "_since", "_works")
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], group: ProcessGroup | None = None
+        self,
+        works: Sequence[Work | None],
+        finish: Callable[[], Tensor],
+        group: ProcessGroup | None = None,
     ) -> None:
         self._works, self._finish, self._group = works, finish, group
         self._since = time.monotonic() if works else 0.0
@@ -246,7 +250,8 @@ class Pending:
         """
         try:
             for work in self._works:
-                work.wait()
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
             if isinstance(error, DistributedError) or not is_transport(error):
                 raise

@@ -181,20 +181,33 @@ class Bucket(ABC):
         """
 
     def record_use(self) -> None:
-        """Before the buffer is released, tell the allocator that the current stream used it.
+        """Record the use of the buffer on the current stream, before the buffer is released."""
+        record_use(getattr(self, "flat", None))
 
-        Else its memory may be used again, on the stream that it was allocated on, before this one
-        has read the results in it.
+    def record_use_of_gradients(self) -> None:
+        """Record the use of the gradients on the current stream, before they are copied in.
+
+        In this, a gradient may be replaced by a view of the buffer, which frees it. Its memory need
+        not belong to the stream of its node: autograd passes on what an earlier node allocated.
         """
-        flat = getattr(self, "flat", None)
-        if flat is not None and flat.layout is torch.strided and flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream(flat.device))
+        for parameter in self.parameters:
+            record_use(parameter.grad)
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """Return the bucket that is passed to hooks."""
         return GradBucket(
             index, self.flat, self.parameters, is_last=is_last, names=self.names, like=self.like
         )
+
+
+def record_use(tensor: Tensor | None) -> None:
+    """Tell the allocator that the current stream uses a tensor of an accelerator.
+
+    Else its memory may be used again, on the stream that it was allocated on, before this one has
+    read it.
+    """
+    if tensor is not None and tensor.layout is torch.strided and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def move_out(parameter: Parameter, address: int) -> None:

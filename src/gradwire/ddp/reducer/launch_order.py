@@ -27,7 +27,6 @@ from gradwire.ddp.buckets.unpacked import SparseBucket
 from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
-from gradwire.ddp.reducer.streams import part
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import ReductionError
 from gradwire.recorder import record_error, ring
@@ -117,7 +116,8 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
                 continue
             step, names = backward.step, bucket.names
             record = ring.begin_bucket(backward.group, step, len(launched), names)
-            joined = backward.streams.join(bucket.parameters[0].device)
+            if backward.streams.join(bucket.parameters[0].device):
+                bucket.record_use_of_gradients()
             _profiled("pack", backward.launcher.copy_in, bucket)
             if bucket.extra_numel:
                 backward.tally().write(bucket.extra)
@@ -127,7 +127,6 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
                 record.packed = perf_counter_ns()
                 ring.check_bucket(record, bucket.parameters)
             _profiled("send", partial(launch_filled, backward, is_last=is_last), bucket)
-            part(joined)
             if record is not None:
                 record.sent = perf_counter_ns()
                 record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes

@@ -68,7 +68,7 @@ class GradientStreams:
             before = self._of.setdefault(index, stream)
             assert before == stream, f"parameter {index} moved from stream {before} to {stream}"
 
-    def join(self, device: torch.device) -> list[torch.Stream]:
+    def join(self, device: torch.device) -> bool:
         """Let the device's current stream wait for the gradients accumulated so far.
 
         Needed before a bucket is filled and sent: its gradients may come on several streams, and it
@@ -76,19 +76,10 @@ class GradientStreams:
         after backward.
 
         Returns:
-            Streams that it waits for, to be passed to `part` once the bucket has been sent.
+            True if it waits for any: the bucket must then record its use of the gradients.
         """
-        return [s for s in self._distinct if s.device == device and follow(s)]
-
-
-def part(streams: Sequence[torch.Stream]) -> None:
-    """Let streams wait until the current stream has copied their gradients into a bucket.
-
-    The memory of a gradient belongs to its stream, which uses it again when it is freed.
-    """
-    for stream in streams:
-        if (current := current_stream(stream.device)) is not None:
-            stream.wait_stream(current)
+        followed = [follow(s) for s in self._distinct if s.device == device]
+        return any(followed)
 
 
 def _is_capturing(stream: torch.Stream) -> bool:

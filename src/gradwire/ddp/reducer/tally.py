@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -146,6 +147,9 @@ class Tally(NamedTuple):
             extra.copy_(torch.frombuffer(array(kind, self), dtype=extra.dtype))
             return
         # a copy from the host would wait for the accelerator, and a CUDA graph cannot hold one
+        if self[:-2] == Tally(unweighted=1.0)[:-2]:  # the usual case: a launch instead of seven
+            extra.copy_(_usual(extra.device, extra.dtype)[int(self.begun)])
+            return
         extra.zero_()
         for at, number in enumerate(self):
             if number:
@@ -155,3 +159,10 @@ class Tally(NamedTuple):
     def read(cls, sums: Tensor) -> Tally:
         """Return the numbers in a bucket's extra elements, or in a message's last ones."""
         return cls(*sums.tolist()[-len(cls._fields) :])
+
+
+@lru_cache(maxsize=64)
+def _usual(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a rank that gave no weight and skipped nothing, by `begun`."""
+    rows = [Tally(unweighted=1.0, begun=n, begun_squared=n**2) for n in range(MODULUS)]
+    return torch.tensor(rows, dtype=dtype, device=device)
