@@ -84,14 +84,15 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
-    """Return the mean with the strides of its parameter and the dtype of its gradient.
+    """Return the mean on its parameter's device, with its strides and its gradient's dtype.
 
     Strides that leave gaps are ignored. The result shares memory if nothing has to change.
     """
     strides, dtype = memory_strides(parameter) or mean.stride(), gradient_dtype(parameter)
-    if strides == mean.stride() and dtype == mean.dtype:
+    if strides == mean.stride() and dtype == mean.dtype and parameter.device == mean.device:
         return mean
-    return torch.empty_strided(mean.shape, strides, dtype=dtype).copy_(mean)
+    kind = {"dtype": dtype, "device": parameter.device}
+    return torch.empty_strided(mean.shape, strides, **kind).copy_(mean)
 
 
 def add_to_left(left: Tensor, right: Tensor) -> Tensor:
