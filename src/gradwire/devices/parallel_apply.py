@@ -113,7 +113,7 @@ class _Call:
         try:
             with modes(), self.stream or contextlib.nullcontext():
                 if self.stream is not None:
-                    self.stream.query()  # makes the context current in this thread, for cuBLAS
+                    self.stream.query()  # makes the context current in this thread: cuBLAS warns
                 self.result = self.context.run(self.module, *self.args, **self.kwargs)
         except BaseException as error:
             self.error = error
