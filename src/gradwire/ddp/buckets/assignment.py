@@ -25,10 +25,11 @@ from gradwire.shm import shares_memory
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 IN_PLACE_BYTES = 4 << 20
-"""Minimum size of a CPU gradient that is reduced in place, in a bucket of its own. One more message
-then costs less than a copy into a bucket and back. With two ranks on two cores, a message costs
-0.5 ms while both compute; a threshold of 1 MiB was slower. On accelerators copies are cheap and
-messages are not."""
+"""Minimum size of a CPU gradient that up to four ranks reduce in place, in a bucket of its own. One
+more message then costs less than a copy into a bucket and back. With two ranks on two cores, a
+message costs 0.5 ms while both compute; a threshold of 1 MiB was slower. A message goes round all
+ranks, so more of them need larger gradients. On accelerators copies are cheap and messages are
+not."""
 
 _NO_LIMIT = 1 << 62
 
@@ -185,7 +186,8 @@ class BucketAssigner:
             return False
         parameter = self.parameters[index]
         fit = self.counts.get(index, 1) == 1 and index not in self._delayed
-        return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
+        least = IN_PLACE_BYTES * max(1, self.group.size() // 4)
+        return fit and parameter.device.type == "cpu" and parameter.nbytes >= least
 
 
 def _without_values(parameter: Parameter) -> Tensor:
