@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +22,19 @@ from torch.distributed import Work
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
 from gradwire.elastic.members.groups import GenerationGroup, _in_thread, form_gloo
+from gradwire.elastic.members.sockets import listening_port
 from gradwire.elastic.members.waiting import make_wait
 from gradwire.errors import PeerLostError
+
+
+def test_sockets_that_another_thread_closes_are_passed_over() -> None:
+    """Those of a group are found among all of this process's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        fd, port = server.fileno(), server.getsockname()[1]
+        assert listening_port(fd) == port
+    assert listening_port(fd) == 0
+    with open("/proc/self/stat") as file:
+        assert listening_port(file.fileno()) == 0
 
 
 class Held:

@@ -50,12 +50,12 @@ def sockets() -> dict[int, int]:
 
 
 def listening_port(fd: int) -> int:
-    """Return the port that a socket listens on; 0 if it does not listen."""
-    with socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
+    """Return the port that a socket listens on; 0 if it does not listen or was closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
         listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return int(duplicate.getsockname()[1]) if listens else 0
+        if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            return int(duplicate.getsockname()[1])
+    return 0
 
 
 def ports_of(fd: int) -> set[int]:
