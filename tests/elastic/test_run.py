@@ -865,22 +865,24 @@ def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.
 def test_a_member_lost_before_it_knows_that_parameters_differ_fails_too(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare, ended = MemberSteps._compare, threading.Event()
+    compare, ended, first = MemberSteps._compare, threading.Event(), []
 
     def late(self: MemberSteps, digests: Any) -> None:
         if self._runtime.rank == 0:
+            first.append(threading.get_ident())
             return compare(self, digests)
         assert ended.wait(20)
         raise PeerLostError("the connection was closed")
 
-    def first() -> None:
+    def member(number: int) -> None:
         try:
-            train_with_other_parameters(store, 0)
+            train_with_other_parameters(store, number)
         finally:
-            ended.set()
+            if threading.get_ident() in first:
+                ended.set()
 
     monkeypatch.setattr(MemberSteps, "_compare", late)
-    errors = together(first, partial(train_with_other_parameters, store, 1))
+    errors = together(partial(member, 0), partial(member, 1))
     assert sorted(type(error).__name__ for error in errors) == ["MismatchError", "PeerFailedError"]
     assert all("parameters differ between members" in str(error) for error in errors)
 
