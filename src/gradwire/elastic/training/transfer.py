@@ -38,7 +38,7 @@ class Snapshot(NamedTuple):
 
     Args:
         header: The state, with large tensors replaced by their numbers.
-        tensors: Large tensors. They share memory with the objects on the sender.
+        tensors: Large tensors, on the CPU. There they share memory with the objects on the sender.
     """
 
     header: bytearray
@@ -52,9 +52,9 @@ def dump(kept: Mapping[str, Any], beside: Any = None) -> Snapshot:
     def take_out(value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return value
-        if value.nbytes < LARGE_BYTES or value.device.type != "cpu":
+        if value.nbytes < LARGE_BYTES or value.is_meta:
             return value
-        tensors.append(value.detach().resolve_conj().resolve_neg().contiguous())
+        tensors.append(value.detach().resolve_conj().resolve_neg().contiguous().cpu())
         return {_TENSOR: len(tensors) - 1}
 
     states = {name: value.state_dict() for name, value in kept.items()}
@@ -81,7 +81,8 @@ def _pack(values: Any) -> bytearray:
 
 def _unpack(data: bytearray) -> Any:
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        # on the CPU: the sender's accelerator may have a number that this host has not
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
