@@ -38,6 +38,11 @@ class Column:
         self.received: Tensor | None = None
         self.result = torch.empty(0, dtype=torch.float32)
 
+    @property
+    def averaged(self) -> bool:
+        """True if the tensors are added, rather than the largest elements taken."""
+        return self.add is add_to_left
+
     def take(self) -> Tensor:
         """Return flat memory with undefined values."""
         if self._spare:
@@ -91,8 +96,8 @@ def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
     strides, dtype = memory_strides(parameter) or mean.stride(), gradient_dtype(parameter)
     if strides == mean.stride() and dtype == mean.dtype and parameter.device == mean.device:
         return mean
-    kind = {"dtype": dtype, "device": parameter.device}
-    return torch.empty_strided(mean.shape, strides, **kind).copy_(mean)
+    own = torch.empty_strided(mean.shape, strides, dtype=dtype, device=parameter.device)
+    return own.copy_(mean)
 
 
 def add_to_left(left: Tensor, right: Tensor) -> Tensor:
@@ -103,6 +108,13 @@ def add_to_left(left: Tensor, right: Tensor) -> Tensor:
 def larger_to_left(left: Tensor, right: Tensor) -> Tensor:
     """Write the larger elements to the left tensor, and return it."""
     return torch.maximum(left, right, out=left)
+
+
+def divide(flat: Tensor, count: float) -> Tensor:
+    """Divide in place, and return the tensor; zeros if the count is 0."""
+    if count == 1:
+        return flat
+    return flat.div_(count) if count else flat.zero_()
 
 
 def by_slice(flats: Sequence[Tensor], chunk: int, size: int, dtype: torch.dtype) -> Tensor:

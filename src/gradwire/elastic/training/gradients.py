@@ -33,6 +33,7 @@ from gradwire.elastic.training.columns import (
     as_gradient,
     by_slice,
     by_sum_dtype,
+    divide,
     gradient_dtype,
     larger_to_left,
     splits,
@@ -249,30 +250,27 @@ class TreeSum:
         """
         if self._missing:
             raise ReductionError(f"shard {self._missing[0]} of this step had no backward")
-        sums = [self._sum(number, c) for number, (c, _) in enumerate(self._columns)]
-        later = enumerate(self._buffer_columns, len(self._columns))
-        values = [self._sum(number, c) for number, (c, _) in later]
+        slices = [self._sum_slice(number, c) for number, c in enumerate(self._all_columns)]
         notes = self._gather_notes(stop, seconds, digest)
         total = float(self._weights.sum())
-        used = self._used.tolist()
-        for (column, indices), flat in zip(self._columns, sums, strict=True):
-            flat.div_(total) if total else flat.zero_()
+        used, later = self._used.tolist(), slices[len(self._columns) :]
+        for (column, indices), part in zip(self._columns, slices, strict=False):
+            flat = self._gather(column, divide(part, total))
             for view, index in zip(column.views(flat), indices, strict=True):
                 parameter = self._parameters[index]
                 parameter.grad = as_gradient(view, parameter) if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
         buffers, first = self._state.buffers(), self._state.first_buffers
         by_shards = self._changed.tolist()
-        for (column, indices), flat in zip(self._buffer_columns, values, strict=True):
-            if column.add is add_to_left:
-                flat.div_(self._shards)
+        for (column, indices), part in zip(self._buffer_columns, later, strict=True):
+            flat = self._gather(column, divide(part, self._shards if column.averaged else 1))
             for index, value in zip(indices, column.views(flat), strict=True):
                 # summing masks that hold the largest float would give infinity
                 changed.append((buffers[index], value if by_shards[index] else first[index]))
         return changed, notes
 
-    def _sum(self, number: int, column: Column) -> Tensor:
-        """Return the sum over all shards, on all members, in separate memory."""
+    def _sum_slice(self, number: int, column: Column) -> Tensor:
+        """Return this member's slice of the sum over all shards."""
         rank, size, chunk = self._group.rank(), self._group.size(), column.chunk
         mine = [flat for _, flat in self._pending[number]]
         if size == 1:
@@ -284,14 +282,20 @@ class TreeSum:
         if column.received is None:
             column.received = torch.empty(sum(sizes), dtype=column.dtype)
             column.result = torch.empty(size * chunk, dtype=column.dtype)
-        received, result = column.received, column.result
+        received = column.received
         exchange = getattr(self._group, ALL_TO_ALL_SINGLE)
         self._wait(exchange(as_bytes(received), as_bytes(sent), *splits(column, sizes, rank)))
         slices = received.view(-1, chunk).unbind()
         order = [node for of in self._nodes for node in of]
-        total = add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
-        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(as_bytes(result), as_bytes(total)))
-        return result
+        return add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
+
+    def _gather(self, column: Column, part: Tensor) -> Tensor:
+        """Return the slices of all members, in separate memory."""
+        if self._group.size() == 1:
+            return part
+        gather = getattr(self._group, ALL_GATHER_SINGLE)
+        self._wait(gather(as_bytes(column.result), as_bytes(part)))
+        return column.result
 
     def _gather_notes(self, stop: bool, seconds: float, digest: bytes) -> Notes:
         """Gather weights, used parameters and changed buffers of all shards, and the notes."""
