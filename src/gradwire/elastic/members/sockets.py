@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -24,7 +25,7 @@ def own_connection(store: Store, seconds: float) -> Store:
     port = _port_of(clone)
     for fd, inode in sockets().items():
         if before.get(fd) != inode and port in ports_of(fd):
-            with socket.socket(fileno=os.dup(fd)) as duplicate:
+            with _duplicate(fd) as duplicate:
                 duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     return clone
@@ -49,9 +50,22 @@ def sockets() -> dict[int, int]:
     return found
 
 
+@contextlib.contextmanager
+def _duplicate(fd: int) -> Iterator[socket.socket]:
+    """Open a duplicate of a socket, which another thread may close meanwhile."""
+    copy = os.dup(fd)
+    try:
+        duplicate = socket.socket(fileno=copy)
+    except OSError:  # reused for something else
+        os.close(copy)
+        raise
+    with duplicate:
+        yield duplicate
+
+
 def listening_port(fd: int) -> int:
     """Return the port that a socket listens on; 0 if it does not listen or was closed."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+    with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
         listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
             return int(duplicate.getsockname()[1])
@@ -60,7 +74,7 @@ def listening_port(fd: int) -> int:
 
 def ports_of(fd: int) -> set[int]:
     """Return the ports of both ends of a connection; empty for other sockets."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+    with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
         if duplicate.family in (socket.AF_INET, socket.AF_INET6):
             return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
     return set()
@@ -71,5 +85,5 @@ def shut_down(connections: dict[int, int]) -> None:
     now = sockets()
     for fd, inode in connections.items():
         if now.get(fd) == inode:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+            with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
