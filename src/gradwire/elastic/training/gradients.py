@@ -290,7 +290,7 @@ class TreeSum:
         return add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
 
     def _gather(self, column: Column, part: Tensor) -> Tensor:
-        """Return the slices of all members, in separate memory."""
+        """Return the slices of all members; of a single member, its own memory."""
         if self._group.size() == 1:
             return part
         gather = getattr(self._group, ALL_GATHER_SINGLE)

@@ -38,7 +38,7 @@ class Snapshot(NamedTuple):
 
     Args:
         header: The state, with large tensors replaced by their numbers.
-        tensors: Large tensors, on the CPU. There they share memory with the objects on the sender.
+        tensors: Large tensors of the CPU. On the sender they share memory with its objects.
     """
 
     header: bytearray
@@ -52,9 +52,9 @@ def dump(kept: Mapping[str, Any], beside: Any = None) -> Snapshot:
     def take_out(value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return value
-        if value.nbytes < LARGE_BYTES or value.is_meta:
+        if value.nbytes < LARGE_BYTES or value.device.type != "cpu":
             return value
-        tensors.append(value.detach().resolve_conj().resolve_neg().contiguous().cpu())
+        tensors.append(value.detach().resolve_conj().resolve_neg().contiguous())
         return {_TENSOR: len(tensors) - 1}
 
     states = {name: value.state_dict() for name, value in kept.items()}
@@ -81,14 +81,26 @@ def _pack(values: Any) -> bytearray:
 
 def _unpack(data: bytearray) -> Any:
     try:
-        # on the CPU: the sender's accelerator may have a number that this host has not
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=restore_here)
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
             f"has a {kind[1] if kind else 'value'}, but only tensors and plain values can be sent: "
             "convert it, for example with float(lr)"
         ) from error
+
+
+def restore_here(storage: Any, location: str) -> Any:
+    """Put a storage on this member's current accelerator, whatever the number of its sender's.
+
+    It stays on the CPU if there is no accelerator of this type.
+    """
+    kind = location.partition(":")[0]
+    own = torch.accelerator.current_accelerator()
+    if own is None or own.type != kind or not torch.accelerator.is_available():
+        return storage
+    here = f"{kind}:{torch.accelerator.current_device_index()}"
+    return torch.serialization.default_restore_location(storage, here)
 
 
 def load(kept: Mapping[str, Any], data: Snapshot) -> Any:
