@@ -208,8 +208,9 @@ class LogMode(TorchDispatchMode):
         # The reduce op cannot be read here. Gloo and NCCL do not compare it.
         self._add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.ScriptObject):
-                self._log.works.append(Work.unbox(value))
+            work = Work.unbox(value) if isinstance(value, torch.ScriptObject) else None
+            if work is not None:  # NCCL returns none for a blocking collective
+                self._log.works.append(work)
 
 
 def check_joinable(entry: Entry) -> None:
