@@ -60,7 +60,7 @@ def parallel_apply(
         _Call(i, *call) for i, call in enumerate(zip(modules, inputs, named, places, strict=True))
     ]
     modes = _modes()
-    threads = [threading.Thread(target=call.run, args=(modes,)) for call in calls[1:]]
+    threads = [threading.Thread(target=call.run_in_thread, args=(modes,)) for call in calls[1:]]
     for thread in threads:
         thread.start()
     if calls:
@@ -112,11 +112,14 @@ class _Call:
     def run(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         try:
             with modes(), self.stream or contextlib.nullcontext():
-                if self.stream is not None:
-                    self.stream.query()  # makes the context current in this thread: cuBLAS warns
                 self.result = self.context.run(self.module, *self.args, **self.kwargs)
         except BaseException as error:
             self.error = error
+
+    def run_in_thread(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        if self.stream is not None and self.stream.device.type == "cuda":
+            self.stream.query()  # makes a context current in the thread; otherwise cuBLAS warns
+        self.run(modes)
 
     def outcome(self) -> Any:
         """Return the result, or raise the call's exception."""
