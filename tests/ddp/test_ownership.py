@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp.buckets import packed
+from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -86,6 +90,41 @@ def test_a_gradient_that_is_queued_for_another_branch():
         for n in SIZES:
             train(lambda n=n: Made(position, up=n, pos=n))
             train(lambda n=n: Made(two_views, up=(n // 4, 4), pos=(4, n // 4)))
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_are_moved_after_the_copy_as_on_accelerators(view):
+    """Buckets of accelerators copy all of their gradients in at once, and then move large ones."""
+
+    def own_and_queued(m, x):
+        return (m.a * x).tanh() * m.b + (m.up * x).tanh().unsqueeze(0) + m.pos.unsqueeze(0)
+
+    def main():
+        moved = []
+        move_to = PackedBucket._move_to
+
+        def noting(self, parameter, gradient, at):
+            moved.append(parameter)
+            move_to(self, parameter, gradient, at)
+
+        with (
+            mock.patch.object(packed, "CACHED", ()),
+            mock.patch.object(packed, "MOVE_BYTES", 80),
+            mock.patch.object(BucketAssigner, "_on_cpu", new=False),
+            mock.patch.object(PackedBucket, "_move_to", noting),
+        ):
+            for n in SIZES[:3]:
+                for options in ({}, {"find_unused_parameters": True}):
+                    options["gradient_as_bucket_view"] = view
+                    net = train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), **options)
+                    kept = [(p.grad, p.grad.clone()) for p in net.parameters()]
+                    net.zero_grad()
+                    net(number(7)).square().sum().backward()
+                    assert view or all(torch.equal(g, was) for g, was in kept)
+                train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), local=1)
+        assert bool(moved)
 
     run_ranks(main, 2)
 

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets import bucket
 from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.bucket_set import BucketSet
+from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer import streams
@@ -47,14 +49,24 @@ class Streams:
     def current_stream(self, _device):
         return self.current
 
-    def record_use(self, _tensor):
-        self.log.append((self.current.name, "memory"))
+    def note(self, what):
+        self.log.append((self.current.name, what))
 
     def __enter__(self):
+        original = PackedBucket.copy_in
+
+        def copy_in(bucket):
+            self.note("copy")
+            original(bucket)
+
+        def record_use_of_gradients(_bucket):
+            self.note("memory")
+
         self.patches = [
             mock.patch.object(streams, "WITH_STREAMS", ("cpu",)),
             mock.patch.object(torch.accelerator, "current_stream", self.current_stream),
-            mock.patch.object(bucket, "record_use", self.record_use),
+            mock.patch.object(Bucket, "record_use_of_gradients", record_use_of_gradients),
+            mock.patch.object(PackedBucket, "copy_in", copy_in),
         ]
         for patch in self.patches:
             patch.start()
@@ -82,8 +94,9 @@ def test_a_bucket_waits_for_the_streams_of_all_gradients(hook):
     """Buckets are sent in the order of registration, gradients arrive in the other."""
     for log in run_ranks(backward_on_two_streams, backend="gloo", args=(hook,)):
         assert ("stream 0", "stream 1") in log
-        # and memory freed after the copy is not used again before it
-        assert ("stream 0", "memory") in log
+        # and memory that the copy frees is not used again before it
+        after_wait = log[log.index(("stream 0", "stream 1")) + 1 :]
+        assert after_wait[:2] == [("stream 0", "memory"), ("stream 0", "copy")]
 
 
 def wait_for_a_bucket_elsewhere():
@@ -144,6 +157,10 @@ def test_weights_are_written_to_an_accelerator_without_a_copy_from_the_host():
     assert "copy_" not in called.names
     assert {"zero_", "fill_"} <= called.names
     usual = Tally(unweighted=1.0, begun=5, begun_squared=25)
+    with Called() as called:
+        usual.write(torch.zeros(len(usual), device="meta"))
+    assert {"zero_", "fill_"}.isdisjoint(called.names)  # one copy within the accelerator
+    assert "copy_" in called.names
     assert _usual(torch.device("cpu"), torch.float32)[5].tolist() == list(usual)
 
 
@@ -164,10 +181,10 @@ def test_the_allocator_knows_who_used_a_buffer_that_is_released(monkeypatch):
     assigner = BucketAssigner([("w", module.weight)], group, options)
     buckets = BucketSet(assigner)
     buckets.make([0], with_hook=True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
-    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "current")
+    monkeypatch.setattr(bucket, "inner_tensors", lambda t: [t])
     buckets[0].flat = SimpleNamespace(
-        layout=torch.strided, is_cuda=True, device=device, record_stream=log.append
+        layout=torch.strided, device=torch.device("cuda", 0), record_stream=log.append
     )
     buckets.make([0], with_hook=True)
     assert log == ["current"]

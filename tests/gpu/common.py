@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.ddp.buckets import packed
 from gradwire.testing import run_ranks
 
 DEVICE = os.environ.get("GRADWIRE_TEST_DEVICE", "cpu")
@@ -34,6 +35,7 @@ def run(fn, ranks=2, backend="gloo", *, args=(), timeout=60.0, may_die=()):
 def _on_device(fn, args):
     if ON_GPU:
         torch.cuda.set_device(0)
+    packed.MOVE_BYTES = 32 << 10  # the networks are small
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return fn(*args)
 

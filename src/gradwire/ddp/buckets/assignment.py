@@ -25,11 +25,11 @@ from gradwire.shm import shares_memory
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 IN_PLACE_BYTES = 4 << 20
-"""Minimum size of a CPU gradient that up to four ranks reduce in place, in a bucket of its own. One
+"""Minimum size of a CPU gradient that up to seven ranks reduce in place, in its own bucket. One
 more message then costs less than a copy into a bucket and back. With two ranks on two cores, a
 message costs 0.5 ms while both compute; a threshold of 1 MiB was slower. A message goes round all
-ranks, so more of them need larger gradients. On accelerators copies are cheap and messages are
-not."""
+ranks: with more of them, the size grows with their number. On accelerators copies are cheap and
+messages are not."""
 
 _NO_LIMIT = 1 << 62
 

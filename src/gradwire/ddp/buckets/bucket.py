@@ -17,9 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.layouts import inner_tensors
 from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket
+
+WITH_STREAMS = ("cuda", "xpu")
+"""Types of accelerators whose memory and work belong to streams."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +191,9 @@ class Bucket(ABC):
     def record_use_of_gradients(self) -> None:
         """Record the use of the gradients on the current stream, before they are copied in.
 
-        In this, a gradient may be replaced by a view of the buffer, which frees it. Its memory need
-        not belong to the stream of its node: autograd passes on what an earlier node allocated.
+        Copying in may replace `.grad` by a view of the buffer, which frees the gradient. Its memory
+        may belong to another stream than its node's: autograd passes on tensors that earlier nodes
+        allocated.
         """
         for parameter in self.parameters:
             record_use(parameter.grad)
@@ -206,8 +211,11 @@ def record_use(tensor: Tensor | None) -> None:
     Else its memory may be used again, on the stream that it was allocated on, before this one has
     read it.
     """
-    if tensor is not None and tensor.layout is torch.strided and tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if tensor is None or tensor.device.type not in WITH_STREAMS:
+        return
+    for inner in inner_tensors(tensor):
+        if inner.layout is torch.strided:
+            inner.record_stream(torch.accelerator.current_stream(inner.device))
 
 
 def move_out(parameter: Parameter, address: int) -> None:

@@ -25,9 +25,8 @@ AT_ONCE_BYTES = 32 << 10
 """Minimum size of a large gradient. From this size, three Python calls cost less than more passes
 over memory."""
 MOVE_BYTES = 1 << 20
-"""Minimum size of an accelerator's gradient that is set to the buffer's memory. The two Python
-calls for each take 16 µs beside an H100 with a slow processor, a copy of 1 MiB 1 µs: memory is what
-they save."""
+"""Minimum size of an accelerator's gradient that is set to the buffer's memory. This saves memory,
+not time: beside an H100 with a slow processor it takes 16 µs of Python, copying 1 MiB back 1 µs."""
 CACHED = ("cpu",)
 """Types of devices whose large gradients are copied in one by one. On an H100, with 50 large
 gradients, this took 3 ms of a step of 55."""
@@ -51,8 +50,8 @@ class PackedBucket(Bucket):
         self, members: Sequence[Member], scale: float, context: BucketContext, *, extra_numel: int
     ) -> None:
         cached = members[0].parameter.device.type in CACHED
-        sizes = {m.index: m.parameter.nbytes if cached and m.count == 1 else 0 for m in members}
-        if scale != 1.0:
+        sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
+        if scale != 1.0:  # on every device: the ranks of a group may be on different ones
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
         # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
         plain = all(type(m.parameter) is Parameter for m in members)
@@ -61,7 +60,7 @@ class PackedBucket(Bucket):
         self._group, self._lazy = context.group, context.options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # empty without a buffer
-        large = [i for i, m in enumerate(members) if sizes[m.index] >= AT_ONCE_BYTES]
+        large = [i for i, m in enumerate(members) if cached and sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once = len(large)
         self._at_once_numel = sum(members[i].parameter.numel() for i in large)
         # positions of the large members by parameter index, and positions of the small ones

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
 from gradwire._engine_errors import is_transport
-from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket
 from gradwire.ddp.buckets.unpacked import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain
@@ -28,7 +28,7 @@ from gradwire.ddp.faults.waiting import (
     work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, waits_on_cpu
-from gradwire.ddp.reducer.streams import WITH_STREAMS, current_stream, follow
+from gradwire.ddp.reducer.streams import current_stream, follow
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, SparseSum, StatefulHook, as_future, parse_hook_result

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-WITH_STREAMS = ("cuda", "xpu")
+from gradwire.ddp.buckets.bucket import WITH_STREAMS
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
