@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from gradwire._torch import run_as_written
 from gradwire.devices.copying import local
 from gradwire.devices.functional import broadcast_lists
 from gradwire.devices.placement import Device, as_devices
@@ -88,6 +89,7 @@ def check_home(module: Module, home: torch.device) -> None:
             )
 
 
+@run_as_written  # PyTorch 2.11's compiler warns of a method that this calls
 def _assembled(module: M, tensors: dict[int, Tensor]) -> M:
     """Copy the module tree, with the given tensors in place of the originals."""
     replicas: dict[Module, Any] = {}
