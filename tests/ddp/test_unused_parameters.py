@@ -266,6 +266,40 @@ def test_static_graph_used_differently_by_rank():
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("sizes", [(20_000, 100), (1_200_000, 100), (100, 20_000), (9_000, 20_000)])
+@pytest.mark.parametrize("takes", [("b", "ab"), ("a", "ab"), ("aa", "a"), ("ab", "ba")])
+def test_static_graph_with_large_gradients_used_differently_by_rank(sizes, takes):
+    """What a rank uses must not decide where gradients lie in a bucket, which ranks add up."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(n)) for n in sizes)
+
+        def forward(self, x, take):
+            for name in take:  # a reentrant checkpoint: each use is an arrival of its own
+                x = checkpoint(self.once, x, name, use_reentrant=True)
+            return x
+
+        def once(self, x, name):
+            p = getattr(self, name)
+            return x + (p * torch.arange(1.0, len(p) + 1)).mean() * x.detach()
+
+    def main():
+        take = takes[dist.get_rank()]
+        net = DistributedDataParallel(Net(), static_graph=True)
+        twin = copy.deepcopy(net.module)
+        for step in range(3):
+            for model in (net, twin):
+                model.zero_grad()
+                x = torch.ones(1, requires_grad=True) * (step + 1.0 + dist.get_rank())
+                model(x, take).sum().backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 def test_a_graph_that_is_not_static_is_named():
     def main():
         net = DistributedDataParallel(Branches(), static_graph=True)

@@ -185,9 +185,9 @@ class BucketAssigner:
         if with_hook or self.layout is not None or shares_memory(self.group):
             return False
         parameter = self.parameters[index]
-        fit = self.counts.get(index, 1) == 1 and index not in self._delayed
         least = IN_PLACE_BYTES * max(1, self.group.size() // 4)
-        return fit and parameter.device.type == "cpu" and parameter.nbytes >= least
+        fit = index not in self._delayed and parameter.device.type == "cpu"
+        return fit and parameter.nbytes >= least
 
 
 def _without_values(parameter: Parameter) -> Tensor:

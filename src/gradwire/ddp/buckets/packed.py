@@ -50,9 +50,9 @@ class PackedBucket(Bucket):
         self, members: Sequence[Member], scale: float, context: BucketContext, *, extra_numel: int
     ) -> None:
         cached = members[0].parameter.device.type in CACHED
-        sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
-        if scale != 1.0:  # on every device: the ranks of a group may be on different ones
-            members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
+        # the order must be the same on all ranks: it depends on sizes, not on this rank's counts
+        if scale != 1.0:
+            members = sorted(members, key=lambda m: m.parameter.nbytes < AT_ONCE_BYTES)
         # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
         plain = all(type(m.parameter) is Parameter for m in members)
         self._moves_after_copy = not cached
@@ -60,15 +60,20 @@ class PackedBucket(Bucket):
         self._group, self._lazy = context.group, context.options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # empty without a buffer
-        large = [i for i, m in enumerate(members) if cached and sizes[m.index] >= AT_ONCE_BYTES]
+        large = [
+            i for i, m in enumerate(members) if cached and m.parameter.nbytes >= AT_ONCE_BYTES
+        ]
         self._at_once = len(large)
         self._at_once_numel = sum(members[i].parameter.numel() for i in large)
-        # positions of the large members by parameter index, and positions of the small ones
-        self._place = {members[i].index: i for i in large}
+        # positions of the members that are copied in early by parameter index, those of the others,
+        # and those of large members that do not arrive exactly once on this rank
+        self._place = {members[i].index: i for i in large if members[i].count == 1}
         self._late = [i for i in range(len(members)) if members[i].index not in self._place]
+        self._late_large = [i for i in large if members[i].count != 1]
         self._small_together = scale != 1.0 or not large
         lends = context.lend and not self._lazy
-        self._lent = LentGradients([m.parameter for m in members], self._late if lends else ())
+        small = [i for i in self._late if i not in self._late_large] if lends else ()
+        self._lent = LentGradients([m.parameter for m in members], small)
         super().__init__(members, scale=scale, early=self._place.keys(), context=context)
         if not self._lazy:
             self._allocate()
@@ -275,6 +280,9 @@ class PackedBucket(Bucket):
             self._copy_in_unused(i)
         if self.scale != 1.0:
             (self.flat if self._deferred else self._small).mul_(self.scale)
+            if self._late_large and not self._deferred:
+                for i in self._used(self._late_large):
+                    self._views[i].mul_(self.scale)
 
     def _without_moved(self, outside: list[_Entry]) -> list[_Entry]:
         """Set an accelerator's large gradients to the buffer; return the entries of the others."""

@@ -23,7 +23,8 @@ class InPlaceBucket(Bucket):
     """
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
-        super().__init__([member], scale=scale, early=(member.index,), context=context)
+        early = (member.index,) if member.count == 1 else ()
+        super().__init__([member], scale=scale, early=early, context=context)
         self._strides = memory_strides(member.like)
 
     def reset(self) -> None:
