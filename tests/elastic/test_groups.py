@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -31,7 +32,12 @@ def test_sockets_that_another_thread_closes_are_passed_over() -> None:
     """Those of a group are found among all of this process's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         fd, port = server.fileno(), server.getsockname()[1]
-        assert listening_port(fd) == port
+        socket.setdefaulttimeout(5)  # would change the process's sockets
+        try:
+            assert listening_port(fd) == port
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(fd)
     assert listening_port(fd) == 0
     with open("/proc/self/stat") as file:
         assert listening_port(file.fileno()) == 0

@@ -259,15 +259,15 @@ def test_buffers_of_another_shape_are_named() -> None:
 
 def test_tensors_arrive_on_the_current_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's may have a number that this host has not."""
-    storage = torch.ones(2).untyped_storage()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert transfer.restore_here(storage, "cuda:7") is storage
+    assert transfer.locations() == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    monkeypatch.setattr(torch.serialization, "default_restore_location", lambda _, place: place)
-    assert transfer.restore_here(storage, "cuda:7") == "cuda:1"
-    assert transfer.restore_here(storage, "cpu") is storage
+    found = transfer.locations()
+    assert isinstance(found, dict)
+    assert found["cuda:0"] == found["cuda:7"] == "cuda:1"
+    assert "cpu" not in found
 
 
 def state_of(model: nn.Module, **others: Any) -> State:

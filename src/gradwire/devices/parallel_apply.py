@@ -117,8 +117,13 @@ class _Call:
             self.error = error
 
     def run_in_thread(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        if self.stream is not None and self.stream.device.type == "cuda":
-            self.stream.query()  # makes a context current in the thread; otherwise cuBLAS warns
+        try:
+            if self.stream is not None and self.stream.device.type == "cuda":
+                # makes a context current in the thread; otherwise cuBLAS warns
+                torch.cuda.mem_get_info(self.stream.device)
+        except Exception as error:
+            self.error = error
+            return
         self.run(modes)
 
     def outcome(self) -> Any:

@@ -214,7 +214,7 @@ def record_use(tensor: Tensor | None) -> None:
     if tensor is None or tensor.device.type not in WITH_STREAMS:
         return
     for inner in inner_tensors(tensor):
-        if inner.layout is torch.strided:
+        if inner.layout is torch.strided and inner.device.type in WITH_STREAMS:
             inner.record_stream(torch.accelerator.current_stream(inner.device))
 
 

@@ -60,9 +60,7 @@ class PackedBucket(Bucket):
         self._group, self._lazy = context.group, context.options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # empty without a buffer
-        large = [
-            i for i, m in enumerate(members) if cached and m.parameter.nbytes >= AT_ONCE_BYTES
-        ]
+        large = [i for i, m in enumerate(members) if cached and m.parameter.nbytes >= AT_ONCE_BYTES]
         self._at_once = len(large)
         self._at_once_numel = sum(members[i].parameter.numel() for i in large)
         # positions of the members that are copied in early by parameter index, those of the others,

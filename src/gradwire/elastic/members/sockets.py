@@ -55,7 +55,9 @@ def _duplicate(fd: int) -> Iterator[socket.socket]:
     """Open a duplicate of a socket, which another thread may close meanwhile."""
     copy = os.dup(fd)
     try:
+        blocks = os.get_blocking(copy)
         duplicate = socket.socket(fileno=copy)
+        os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes it, for the original too
     except OSError:  # reused for something else
         os.close(copy)
         raise

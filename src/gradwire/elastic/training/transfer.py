@@ -29,6 +29,8 @@ from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
 LARGE_BYTES = 64 << 10
+MAX_ACCELERATORS = 128
+"""Maximum number of accelerators of a sender's host."""
 _TENSOR = "gradwire tensor"
 """Only key of the dict that takes the place of a large tensor."""
 
@@ -81,7 +83,7 @@ def _pack(values: Any) -> bytearray:
 
 def _unpack(data: bytearray) -> Any:
     try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location=restore_here)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=locations())
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
@@ -90,17 +92,16 @@ def _unpack(data: bytearray) -> Any:
         ) from error
 
 
-def restore_here(storage: Any, location: str) -> Any:
-    """Put a storage on this member's current accelerator, whatever the number of its sender's.
+def locations() -> str | dict[str, str]:
+    """Return where tensors are put: those of any accelerator on this member's current one.
 
-    It stays on the CPU if there is no accelerator of this type.
+    Their sender's may have a number that this host does not have.
     """
-    kind = location.partition(":")[0]
     own = torch.accelerator.current_accelerator()
-    if own is None or own.type != kind or not torch.accelerator.is_available():
-        return storage
-    here = f"{kind}:{torch.accelerator.current_device_index()}"
-    return torch.serialization.default_restore_location(storage, here)
+    if own is None or not torch.accelerator.is_available():
+        return "cpu"
+    here = f"{own.type}:{torch.accelerator.current_device_index()}"
+    return {f"{own.type}:{number}": here for number in range(MAX_ACCELERATORS)}
 
 
 def load(kept: Mapping[str, Any], data: Snapshot) -> Any:
