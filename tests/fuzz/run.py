@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import pickle
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from fuzz import mirror
 from fuzz.plan import Plan, operations, uses_nothing
 from fuzz.train import Side, differences
+from gradwire.ddp.buckets import assignment, packed
 from gradwire.errors import CollectiveTimeoutError
 from gradwire.testing import RankError, run_ranks
 
@@ -183,6 +186,21 @@ class _Case:
                         side.parameters[name].copy_(p)
 
 
+@contextlib.contextmanager
+def _as_if_large(seed: int) -> Iterator[None]:
+    """Treat gradients of a third of the cases as large, and of another as on an accelerator."""
+    with contextlib.ExitStack() as stack:
+        patch = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
+        if seed % 3 == 1:
+            patch(packed, "AT_ONCE_BYTES", 40)
+            patch(assignment, "IN_PLACE_BYTES", 100)
+        elif seed % 3 == 2:
+            patch(packed, "CACHED", ())
+            patch(packed, "MOVE_BYTES", 40)
+            patch(assignment.BucketAssigner, "_on_cpu", False)
+        yield
+
+
 def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None:
     """On each rank: the first plans, up to one that leaves groups in doubt; outcomes go to a file.
 
@@ -194,7 +212,8 @@ def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None
     with open(path, "ab", buffering=0) as file:
         for plan in plans:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
-            outcome = _Case(plan, control, theirs, with_torch=with_torch).run()
+            with _as_if_large(plan.seed):
+                outcome = _Case(plan, control, theirs, with_torch=with_torch).run()
             faulthandler.cancel_dump_traceback_later()
             if dist.get_rank() == 0:
                 pickle.dump(outcome, file)
