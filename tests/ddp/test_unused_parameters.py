@@ -268,7 +268,8 @@ def test_static_graph_used_differently_by_rank():
 
 @pytest.mark.parametrize("sizes", [(20_000, 100), (1_200_000, 100), (100, 20_000), (9_000, 20_000)])
 @pytest.mark.parametrize("takes", [("b", "ab"), ("a", "ab"), ("aa", "a"), ("ab", "ba")])
-def test_static_graph_with_large_gradients_used_differently_by_rank(sizes, takes):
+@pytest.mark.parametrize("view", [False, True])
+def test_static_graph_with_large_gradients_used_differently_by_rank(sizes, takes, view):
     """What a rank uses must not decide where gradients lie in a bucket, which ranks add up."""
 
     class Net(nn.Module):
@@ -287,7 +288,7 @@ def test_static_graph_with_large_gradients_used_differently_by_rank(sizes, takes
 
     def main():
         take = takes[dist.get_rank()]
-        net = DistributedDataParallel(Net(), static_graph=True)
+        net = DistributedDataParallel(Net(), static_graph=True, gradient_as_bucket_view=view)
         twin = copy.deepcopy(net.module)
         for step in range(3):
             for model in (net, twin):
