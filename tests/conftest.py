@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,9 +30,37 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+END = pytest.StashKey[float]()
+"""Time after which no test begins."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seconds",
+        type=float,
+        help="skip tests that have not begun after this time; files run in another order each day",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (seconds := config.getoption("--seconds")) is not None:
+        config.stash[END] = time.monotonic() + seconds
+        # the processes of pytest-xdist inherit it: all must collect in the same order
+        os.environ.setdefault("GRADWIRE_TEST_ORDER", time.strftime("%F"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash.get(END, float("inf")):
+        pytest.skip("--seconds are over")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as wide what a test's `narrow` mark does not name, and each case's second backend."""
+    if END in config.stash:
+        files = sorted({item.path for item in items})
+        random.Random(os.environ["GRADWIRE_TEST_ORDER"]).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
     cases: dict[str, dict[str, str]] = {}
     for item in items:
         narrow = item.get_closest_marker("narrow")

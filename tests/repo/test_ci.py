@@ -27,17 +27,16 @@ def matrix(name: str) -> list[str]:
     return re.findall(r'"([\d.]+)"', row)
 
 
-def test_the_versions_of_python_are_those_of_the_classifiers() -> None:
+def test_the_oldest_and_the_newest_python_are_run() -> None:
     classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
     (oldest,) = re.findall(r'requires-python = ">=(.*)"', PROJECT)
-    assert matrix("python") == classifiers
-    assert classifiers[0] == oldest
+    assert matrix("python") == [oldest, classifiers[-1]]
 
 
-def test_the_versions_of_torch_are_all_that_count_as_tested() -> None:
+def test_the_oldest_and_the_newest_torch_are_run() -> None:
     (oldest,) = re.findall(r'"torch>=2\.(\d+)"', PROJECT)
     minors = [int(version.split(".")[1]) for version in matrix("torch")]
-    assert minors == list(range(int(oldest), NEWEST_TESTED[1] + 1))
+    assert minors == [int(oldest), NEWEST_TESTED[1]]
 
 
 TESTS = """
@@ -89,6 +88,11 @@ def test_narrow_and_wide_tests_are_all_tests(suite: pytest.Pytester) -> None:
     assert narrow == [*some, *turns, "test_always"]
     assert wide == ["test_some[2-1]", "test_some[3-1]", *others, "test_wide"]
     assert sorted(names(suite, "-m", "")) == sorted(narrow + wide)
+
+
+def test_tests_that_have_not_begun_in_time_are_skipped(suite: pytest.Pytester) -> None:
+    suite.runpytest_inprocess("--seconds", "-1").assert_outcomes(skipped=7, deselected=5)
+    suite.runpytest_inprocess("--seconds", "1e9").assert_outcomes(passed=7, deselected=5)
 
 
 @pytest.mark.parametrize(("mark", "said"), [('narrow({"c": 1})', "['c']"), ("narrow()", "nothing")])

@@ -34,7 +34,7 @@ def test_the_first_command_installs_and_shows_the_demo_the_second_tests() -> Non
     install, demo = command(ROOT / "README.md", 1).stdout.strip().split(" && ")
     assert install == 'python -m pip install -c constraints.txt -e ".[dev]"'
     assert demo == "gradwire demo"
-    assert command(ROOT / "README.md", 2).stdout.strip() == "pytest"
+    assert command(ROOT / "README.md", 2).stdout.strip() == "pytest -n 2"
 
 
 @pytest.mark.parametrize(
