@@ -1,4 +1,4 @@
-"""Timelines: lanes of both ranks on one clock, summary, page and picture."""
+"""Timelines: lanes of both ranks on one clock, summary and page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradwire.recorder.recording import CollectionRecord, StepRecord
 from gradwire.recorder.trace import recording
 from gradwire.recorder.trace.chrome import part_of
 from gradwire.recorder.trace.clocks import Offset, find_offset
-from gradwire.recorder.trace.render import _bars, page_of
+from gradwire.recorder.trace.render import page_of
 from gradwire.recorder.trace.summary import read_trace, summarize
 from gradwire.testing import run_ranks
 
@@ -119,39 +119,19 @@ def test_steps_tell_cpu_time_and_time_between(trace):
 
 
 def test_command(trace, tmp_path):
-    page, picture = tmp_path / "run.html", tmp_path / "run.png"
-    arguments = ["timeline", str(trace), "--html", str(page), "--png", str(picture)]
-    result = CliRunner().invoke(app, arguments)
+    page = tmp_path / "run.html"
+    result = CliRunner().invoke(app, ["timeline", str(trace), "--html", str(page)])
     assert result.exit_code == 0, result.output
     assert "The others waited for rank 1 longest: " in result.stdout
     assert "bias, weight" in result.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "http" not in page.read_text().replace("http-equiv", "").replace("http://www.w3.org", "")
     result = CliRunner().invoke(app, ["timeline", str(trace), "--json"])
     assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0, 1]
-    result = CliRunner().invoke(app, ["timeline", str(trace), "--png", "run.gif"])
-    assert result.exit_code == 2
-    assert "--png is 'run.gif': pass a file name that ends with .png" in " ".join(
-        result.output.split()
-    )
     other = tmp_path / "other.json"
     other.write_text("{}")
     result = CliRunner().invoke(app, ["timeline", str(other)])
     assert result.exit_code == 2
     assert "is not a trace of gradwire.timeline" in " ".join(result.output.split())
-
-
-def test_picture_shows_what_took_most_of_each_pixel():
-    """Events of less than a pixel would hide each other."""
-    slices = [{"pid": 0, "tid": 0, "name": "forward", "ts": 0.0, "dur": 5000.0}]
-    for ts in range(5000, 10_000):
-        slices += [
-            {"pid": 0, "tid": 0, "name": "exposed communication", "ts": ts, "dur": 0.8},
-            {"pid": 0, "tid": 0, "name": "forward", "ts": ts + 0.8, "dur": 0.2},
-        ]
-    bars = _bars(slices, [0])
-    assert bars[0, "forward"] == [(0.0, 5.0)]
-    assert sum(length for _, length in bars[0, "exposed communication"]) == pytest.approx(5, 0.01)
 
 
 def test_collections_before_the_first_record_are_left_out():

@@ -1,9 +1,8 @@
-"""The command `gradwire timeline`: summary, page and picture of a trace."""
+"""The command `gradwire timeline`: summary and page of a trace."""
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ EXAMPLES = """\b
 Examples:
     gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
     gradwire timeline run.json
-    gradwire timeline run.json --html run.html --png run.png
+    gradwire timeline run.json --html run.html
     gradwire timeline run.json --json | jq .ranks
 """
 
@@ -33,21 +32,16 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--html", type=_FILE, help="Write a self-contained HTML page.")
-@click.option("--png", type=_FILE, help="Write a PNG picture; needs matplotlib.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) -> None:
+def timeline(trace: Path, html: Path | None, as_json: bool) -> None:
     """Summarize TRACE, written by gradwire.timeline() or `gradwire run --timeline`.
 
     Prints exposed communication per step, the slowest buckets, the rank that others waited for, and
     the bytes that each rank sent. Perfetto (https://ui.perfetto.dev) opens TRACE directly.
     """
-    if png is not None and find_spec("matplotlib") is None:
-        raise click.UsageError('--png needs matplotlib: pip install "gradwire[plot]"')
-    if png is not None and png.suffix != ".png":
-        raise click.UsageError(f"--png is {str(png)!r}: pass a file name that ends with .png")
     from rich.console import Console
 
-    from gradwire.recorder.trace import draw, page_of, read_trace, summarize
+    from gradwire.recorder.trace import page_of, read_trace, summarize
 
     try:
         data = read_trace(trace)
@@ -57,8 +51,6 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
     try:
         if html is not None:
             html.write_text(page_of(data, trace.name), encoding="utf-8")
-        if png is not None:
-            draw(data, png)
     except OSError as error:
         raise click.UsageError(f"cannot write the file: {error}") from error
     if as_json:
