@@ -26,7 +26,6 @@ from benchmarks import (
     loss,
     mpi,
     overhead,
-    plan,
     recorder,
     sites,
 )
@@ -54,7 +53,6 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         loss.BENCHMARK,
         mpi.BENCHMARK,
         overhead.BENCHMARK,
-        plan.BENCHMARK,
         recorder.BENCHMARK,
         sites.BENCHMARK,
     )

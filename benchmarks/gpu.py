@@ -63,7 +63,7 @@ CASES: list[Case | HookCase] = [
     Case("ResNet-50, batch 4", models.resnet, (4, 3, 224, 224), AIM),
     Case("GPT-2 small, 8 x 512", models.Gpt, (8, 512), AIM, draw=_tokens),
     Case("ResNet-50, batch 64", models.resnet, (64, 3, 224, 224), AIM),
-    *(HookCase(case) for case in hooks.CASES if case.name != "auto"),
+    *(HookCase(case) for case in hooks.CASES),
     Case("200 x linear 64, batch 4096", models.linear_layers, (4096, 64), "step at most 1.10"),
     Case("MLP 6 x 1024, batch 128", models.mlp, (128, 1024), AIM),
 ]
@@ -77,7 +77,7 @@ SMALL: list[Case | HookCase] = [
         draw=partial(_tokens, vocabulary=50),
     ),
     Case("tiny ResNet", partial(models.resnet, (1, 1), 4, 10), (2, 3, 32, 32), ""),
-    *(HookCase(case, 1 << 20) for case in hooks.CASES if case.name != "auto"),
+    *(HookCase(case, 1 << 20) for case in hooks.CASES),
 ]
 """The same code in little time, to see that it works."""
 

@@ -36,18 +36,17 @@ __all__ = ["BENCHMARK", "Case", "measure"]
 
 NO_HOOK = "gradwire, no hook"
 PREPARED_STEPS = 14
-"""Before any is timed; auto goes on until it has chosen."""
+"""Before any is timed."""
 SHAPE = (32, 1024)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A hook of ours, by how it is made, for `times` as many rounds as were asked for."""
+    """A hook of ours, by how it is made."""
 
     name: str
     make: Callable[[], Any]
     expected: str
-    times: int = 1
 
 
 CASES = [
@@ -58,12 +57,6 @@ CASES = [
     Case("sign", hooks.Sign, "0.035 of the bytes; some 25 passes"),
     Case("low_rank", lambda: hooks.LowRank(4), "0.01 of the bytes; 4 products with thin matrices"),
     Case("top_k", lambda: hooks.TopK(0.01), "0.02 of the bytes at 2 ranks; some 12 passes"),
-    Case(
-        "auto",
-        lambda: hooks.auto(["bf16", "int8", "low_rank"]),
-        "nothing is chosen on this link: 1.00 of no hook, at most 1.02",
-        times=4,
-    ),
 ]
 
 
@@ -94,7 +87,7 @@ def measure(cases: Sequence[Case], options: Options, layers: int = 6) -> list[Ca
         backend=options.backend,
     )
     return [
-        CaseResult(case.name, f"Expected: {case.expected}.", options.rounds * case.times, measures)
+        CaseResult(case.name, f"Expected: {case.expected}.", options.rounds, measures)
         for case, measures in zip(cases, timed, strict=True)
     ]
 
@@ -106,9 +99,8 @@ def _time(names: Sequence[str], rounds: int, layers: int) -> list[list[Measure]]
 def _time_case(case: Case, rounds: int, layers: int) -> list[Measure]:
     say(case.name)
     network = training.Case("MLP", partial(models.mlp, layers), SHAPE, "", memory=False)
-    hook = case.make()
     trainings = {
-        OURS: Training(network).wrap(partial(_ours, hook)),
+        OURS: Training(network).wrap(partial(_ours, case.make())),
         NO_HOOK: Training(network).wrap(partial(_ours, None)),
     }
     for name, register in PEERS.items():
@@ -116,12 +108,8 @@ def _time_case(case: Case, rounds: int, layers: int) -> list[Measure]:
     for trained in trainings.values():
         for _ in range(PREPARED_STEPS):
             trained.step()
-    while isinstance(hook, hooks.Auto) and not hook.settled:
-        trainings[OURS].step()
     sent = {name: [_megabytes(name, trained)] for name, trained in trainings.items()}
-    seconds = alternate(
-        {name: trained.step for name, trained in trainings.items()}, rounds * case.times
-    )
+    seconds = alternate({name: trained.step for name, trained in trainings.items()}, rounds)
     return [
         Measure.of("step", "ms", scaled(seconds, 1e3)),
         Measure.of("sent by a rank", "MB", sent),

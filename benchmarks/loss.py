@@ -108,7 +108,7 @@ def count_steps(
     groups = Groups.make(hosts)
     courses = {name: list(course) for name, course in known.items()}
     for name in methods:
-        if name in courses or METHODS[name].course:
+        if name in courses:
             continue
         courses[name] = []
         for number, seed in enumerate(task.seeds):
@@ -185,8 +185,7 @@ def _measures(
 ) -> list[Measure]:
     task = case.task
     losses = [_at_end(task, course) for course in courses[PLAIN]]
-    taken_from = {name: METHODS[name].course or name for name in seconds}
-    steps = {n: _steps(task, courses[c], losses) for n, c in taken_from.items() if c in courses}
+    steps = {n: _steps(task, courses[n], losses) for n in seconds if n in courses}
     steps = {name: each for name, each in steps.items() if all(map(math.isfinite, each))}
     times = {name: [_time(name, n, seconds) for n in each] for name, each in steps.items()}
     faster = {

@@ -88,15 +88,12 @@ class Method:
         make: Makes the step of a module that is equal on all ranks.
         cycle: Steps after which communication repeats itself.
         begins: Steps until it is what it will be; they are like `PLAIN`'s.
-        course: The method whose losses are taken for this one's, where the link decides what it
-            computes; None: its own.
     """
 
     name: str
     make: Callable[[nn.Module, Groups], Step]
     cycle: int = 1
     begins: int = 0
-    course: str | None = None
 
 
 def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -213,7 +210,6 @@ METHODS = {
         Method("gradwire sign", partial(_gradwire, _named("sign"))),
         Method("gradwire top-k", partial(_gradwire, _named("top_k"))),
         Method("gradwire low rank", partial(_gradwire, _named("low_rank"))),
-        Method("gradwire auto", partial(_gradwire, _named("auto")), 1, 12, "gradwire int8"),
         Method("gradwire local SGD", partial(_local, _none), _PERIOD),
         Method("gradwire local SGD int4", partial(_local, _named("int4")), _PERIOD),
         Method("gradwire local SGD int4 between hosts", _between_hosts, _PERIOD),

@@ -4,7 +4,7 @@ This module exports the names that most training scripts use. The packages `grad
 `gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors`, `gradwire.recorder`
 and `gradwire.shm` export the others. They are imported together with this module, or on first use
 in a program that has not imported torch yet. `gradwire.compat`, `gradwire.elastic`,
-`gradwire.local_sgd`, `gradwire.testing` and `gradwire.tuning` are always imported on first use.
+`gradwire.local_sgd` and `gradwire.testing` are always imported on first use.
 """
 
 import importlib
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("collectives", "ddp", "devices", "errors", "hooks", "recorder", "shm")
-_ON_USE = ("compat", "elastic", "local_sgd", "testing", "tuning")
+_ON_USE = ("compat", "elastic", "local_sgd", "testing")
 _HOMES = {
     "DataParallel": "devices",
     "DistributedDataParallel": "ddp",

@@ -102,7 +102,6 @@ LOSSY = {
     "sign": hooks.Sign,
     "low_rank": lambda: hooks.LowRank(4),
     "top_k": lambda: hooks.TopK(0.5),
-    "auto": lambda: "auto",
 }
 TORCHS = {
     "fp16": (2e-3, None, default_hooks.fp16_compress_hook),

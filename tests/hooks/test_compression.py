@@ -344,11 +344,6 @@ def test_momentum_across_a_single_host():
     assert run_ranks(main, 2) == [pytest.approx([1, 1.9, 2.71])] * 2
 
 
-def test_auto_refuses_momentum():
-    with pytest.raises(ArgumentError, match="use the optimizer's momentum"):
-        hooks.auto([hooks.TopK(momentum=0.5)])
-
-
 def test_ranks_with_other_numbers_of_threads_have_the_same_bits():
     def main():
         torch.set_num_threads(1 + dist.get_rank())

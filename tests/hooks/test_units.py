@@ -138,24 +138,6 @@ def test_ranks_that_leave_join_do_not_scale_a_hooks_state():
     assert run_ranks(main, 2) == [[[5.0, 0.0]], [[5.0, 0.0], [0.0, 8.0]]]
 
 
-def test_errors_released_by_auto_are_not_scaled_by_weights():
-    def main():
-        hook = hooks.auto(["top_k", "int8"])
-        net = DistributedDataParallel(nn.Linear(4, 1, bias=False))
-        net.register_comm_hook(None, hook)
-        x, total = torch.tensor([[5.0, 1.0, 4.0, 2.0]]), torch.zeros(1, 4)
-        for name, weight in (("top_k", 1000), ("int8", 10)):
-            hook.state.choices = {tuple(net.reducer.buckets[0]): name}
-            hook.state.settling = name == "int8"
-            net.zero_grad()
-            net.weight(weight)
-            net(x).sum().backward()
-            total += net.module.weight.grad
-        return torch.allclose(total, 2 * x, atol=0.1)
-
-    assert run_ranks(main, 2) == [True, True]
-
-
 @pytest.mark.narrow({"hook": "top_k"}, {"hook": None, "reduce_dtype": None})
 @pytest.mark.parametrize("hook", [None, "bf16", "top_k"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])

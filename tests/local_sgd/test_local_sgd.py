@@ -212,7 +212,7 @@ def test_ranks_that_disagree_and_hooks_that_fail():
 
 @pytest.mark.narrow({"hook": None, "each_backend": "gloo"})
 @pytest.mark.parametrize(
-    "hook", [None, "bf16", "int4", "int8", "low_rank", "sign", "top_k", "auto", "across_hosts"]
+    "hook", [None, "bf16", "int4", "int8", "low_rank", "sign", "top_k", "across_hosts"]
 )
 def test_a_rank_that_dies_ends_the_exchange_on_the_others(hook):
     def main():

@@ -12,7 +12,6 @@ from gradwire.cli.check import check
 from gradwire.cli.demo.command import demo
 from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain import explain
-from gradwire.cli.plan import plan
 from gradwire.cli.run import run
 from gradwire.cli.timeline import timeline
 
@@ -35,7 +34,6 @@ def app() -> None:
 
 
 app.add_command(demo)
-app.add_command(plan)
 app.add_command(doctor)
 app.add_command(explain)
 app.add_command(run)

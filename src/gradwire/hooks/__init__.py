@@ -1,8 +1,5 @@
 """Communication hooks: their interface, and the hooks that come with gradwire."""
 
-from importlib import import_module
-from typing import Any
-
 from gradwire.hooks.averaging import SparseSum as SparseSum
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
@@ -45,7 +42,6 @@ from gradwire.hooks.wrapping import bf16, compress, fp16, wrap
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "AcrossHosts",
-    "Auto",
     "BlockQuantization",
     "Collective",
     "CommHook",
@@ -67,7 +63,6 @@ __all__ = [
     "across_hosts",
     "all_reduce",
     "as_future",
-    "auto",
     "bf16",
     "bind_hook",
     "check_hook",
@@ -77,17 +72,7 @@ __all__ = [
     "get_hook",
     "hook_name",
     "host_groups",
-    "measure_cluster",
     "noop",
     "parse_hook_result",
     "wrap",
 ]
-
-_TUNING = ("Auto", "auto", "measure_cluster")
-
-
-def __getattr__(name: str) -> Any:
-    # imported by name on first use: the package is above this one
-    if name not in _TUNING:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("gradwire.tuning"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,12 +25,6 @@ def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
 noop.single_collective = noop.linear = True  # type: ignore[attr-defined]
 
 
-def _auto() -> CommHook:
-    # imported by name: gradwire.tuning is above this package
-    made: CommHook = import_module("gradwire.tuning").auto()
-    return made
-
-
 PLAIN: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
 COMPRESSING: dict[str, Callable[[], Compressor]] = {
     "int8": lambda: BlockQuantization(8),
@@ -40,7 +33,6 @@ COMPRESSING: dict[str, Callable[[], Compressor]] = {
     "sign": Sign,
     "top_k": TopK,
 }
-MADE: dict[str, Callable[[], CommHook]] = {**COMPRESSING, "auto": _auto}
 
 
 def get_hook(name: str) -> CommHook:
@@ -48,7 +40,7 @@ def get_hook(name: str) -> CommHook:
 
     Args:
         name: "all_reduce", "bf16", "fp16" or "noop"; or, for a new hook with its defaults, "int8",
-            "int4", "low_rank", "sign", "top_k" or "auto".
+            "int4", "low_rank", "sign" or "top_k".
 
     Raises:
         ArgumentError: There is no hook of this name. The message lists the names.
@@ -59,9 +51,9 @@ def get_hook(name: str) -> CommHook:
         >>> get_hook("int4").bits
         4
     """
-    if name in MADE:
-        return MADE[name]()
+    if name in COMPRESSING:
+        return COMPRESSING[name]()
     if name not in PLAIN:
-        named = ", ".join([*PLAIN, *MADE])
+        named = ", ".join([*PLAIN, *COMPRESSING])
         raise ArgumentError(f"hook is {name!r}: choose one of {named}")
     return PLAIN[name]
