@@ -109,8 +109,8 @@ HELP = """
 import sys
 from contextlib import suppress
 from gradwire.cli import main
-for line in ("--help", "demo --help", "doctor -h", "explain --help", "plan --help", "run --help",
-             "timeline --help", "--version", "run", "demo --nproc 0", "plan", "nosuch"):
+for line in ("--help", "demo --help", "doctor -h", "explain --help", "run --help",
+             "timeline --help", "--version", "run", "demo --nproc 0", "nosuch"):
     sys.argv = ["gradwire", *line.split()]
     with suppress(SystemExit):
         main()
@@ -137,12 +137,6 @@ def test_control_characters_in_errors_are_escaped(arguments):
     assert result.exit_code == 2
     assert "\\x1b[31m" in result.output
     assert "\x1b" not in result.output
-
-
-def test_plan_of_a_function_with_arguments_is_a_usage_error():
-    result = CliRunner().invoke(app, ["plan", "math:sqrt"])
-    assert result.exit_code == 2
-    assert "'math:sqrt' cannot be called without arguments" in result.output
 
 
 def test_unencodable_characters_are_replaced(monkeypatch):
