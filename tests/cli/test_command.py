@@ -114,7 +114,7 @@ for line in ("--help", "demo --help", "doctor -h", "explain --help", "run --help
     sys.argv = ["gradwire", *line.split()]
     with suppress(SystemExit):
         main()
-    loaded = {"torch", "rich", "sklearn", "matplotlib"} & sys.modules.keys()
+    loaded = {"torch", "rich", "sklearn"} & sys.modules.keys()
     assert not loaded, (line, loaded)
 """
 
