@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 LINEAR = {
     "all_reduce": lambda x, **g: C.all_reduce(x, **g),
     "all_reduce avg": lambda x, **g: C.all_reduce(x, "avg", **g),
-    "all_reduce premul": lambda x, **g: C.all_reduce(x, C.Premul(dist.get_rank() - 2), **g),
     "all_reduce async": lambda x, **g: C.all_reduce(x, async_op=True, **g).wait(),
     "reduce": lambda x, **g: C.reduce(x, group_dst=1, **g),
     "reduce avg": lambda x, **g: C.reduce(x, 1, "avg", **g),

@@ -36,7 +36,6 @@ OPS = {
         x, "avg", sizes=[len(x)] + [0] * (dist.get_world_size() - 1)
     ),
     "all_reduce_coalesced": lambda x: C.all_reduce_coalesced([x], "avg")[0],
-    "reduce_coalesced": lambda x: C.reduce_coalesced([x], 0, "avg")[0],
     "reduce_scatter_coalesced": lambda x: C.reduce_scatter_coalesced([x], "avg")[0],
 }
 
@@ -48,7 +47,7 @@ def averages() -> None:
             for name, op in OPS.items():
                 x = torch.full((2 * world,), number, dtype=dtype, requires_grad=True)
                 y: Tensor = op(x)
-                at_root = dist.get_rank() == 0 or name not in ("reduce", "reduce_coalesced")
+                at_root = dist.get_rank() == 0 or name != "reduce"
                 torch.testing.assert_close(y, torch.full_like(y, number if at_root else 0))
                 y.backward(torch.full_like(y, number))
                 # The adjoint of all_reduce adds the cotangents, others only move them.

@@ -254,17 +254,6 @@ def test_with_checks_off_only_data_is_sent():
     assert run_ranks(main, 2) == [(0, 4)] * 2
 
 
-def test_a_factor_that_wants_a_gradient_on_one_rank():
-    def main():
-        rank = dist.get_rank()
-        for op in (C.all_reduce, lambda x, f, **o: C.reduce(x, 0, f, **o), C.reduce_scatter):
-            factor = torch.tensor(2.0, requires_grad=rank == 0)
-            op(torch.ones(4), C.Premul(factor), check=True).sum().backward()
-            assert rank or factor.grad > 0
-
-    run_ranks(main)
-
-
 def test_a_gradient_that_an_inference_tensor_cannot_have():
     def main():
         with torch.inference_mode():

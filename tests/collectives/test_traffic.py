@@ -97,11 +97,6 @@ OPS = {
     ),
     "all_to_all": (lambda x, **g: C.all_to_all(x, **g), [("all_to_all", 120)] * 2),
     "shift": (lambda x, **g: C.shift(x, **g), [("all_to_all", 120)] * 2),
-    "scan": (lambda x, **g: C.scan(x, **g), [("all_to_all", 120)] * 4),
-    "norm": (
-        lambda x, **g: C.norm(x, **g),
-        [("all_reduce", 120)] * 3,  # the scale has no gradient
-    ),
 }
 
 

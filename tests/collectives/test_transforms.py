@@ -20,7 +20,6 @@ OPS = {
     "all_reduce max": lambda x: C.all_reduce(x, "max"),
     "all_reduce min": lambda x: C.all_reduce(x, "min"),
     "all_reduce product": lambda x: C.all_reduce(x, "product"),
-    "all_reduce premul": lambda x: C.all_reduce(x, C.Premul(dist.get_rank() + 2.0)),
     "invariant": lambda x: C.vary(C.all_reduce(x, invariant=True)),
     "send_recv": lambda x: C.send_recv(x, 1 - dist.get_rank(), 1 - dist.get_rank()),
     "reduce": lambda x: C.reduce(x, 1),
@@ -40,11 +39,6 @@ OPS = {
     "all_to_all list": lambda x: C.all_to_all([x, x * x], output_splits=[2, 2])[1],
     "all_to_all dims": lambda x: C.all_to_all(x, split_dim=0, concat_dim=1),
     "shift": lambda x: C.shift(x, wrap=False),
-    "scan": lambda x: C.scan(x),
-    "exscan product": lambda x: C.exscan(x, "product"),
-    "scan max": lambda x: C.scan(x, "max"),
-    "logsumexp": lambda x: C.logsumexp(x, 0),
-    "var": lambda x: C.var(x, 0),
     "halo_exchange": lambda x: C.halo_exchange(x, 1),
 }
 

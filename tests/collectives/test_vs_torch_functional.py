@@ -419,12 +419,9 @@ def test_every_result_may_be_changed_in_place():
     def main():
         x = torch.tensor([1 + 1j, 2], requires_grad=True)
         C.all_reduce(x, "product").mul_(2).real.sum().backward()
-        y = torch.ones(2, 3, requires_grad=True)
-        part = C.softmax(y.t(), 0)
-        part.mul_(2).sum().backward()
-        return x.grad.tolist(), part.is_contiguous(), bool(y.grad.abs().max() < 1e-6)
+        return x.grad.tolist()
 
-    assert run_ranks(main, 2) == [([4 - 4j, 8], True, True)] * 2
+    assert run_ranks(main, 2) == [[4 - 4j, 8]] * 2
 
 
 def test_an_exchange_of_no_rows_joined_along_another_dim():
@@ -435,19 +432,18 @@ def test_an_exchange_of_no_rows_joined_along_another_dim():
     )
 
 
-@pytest.mark.parametrize("op", ["sum", "product", "max"])
-def test_a_group_of_one_rank_has_a_place_in_the_graph(op):
-    """The first rank's exclusive prefix is constant, but backward continues through it."""
+def test_a_group_of_one_rank_has_a_place_in_the_graph():
+    """The product of no other ranks is constant, but a second backward continues through it."""
 
     def main():
         alone = [dist.new_group([rank]) for rank in range(2)][1]
         x = torch.ones(2, requires_grad=True)
-        y = C.all_reduce(x)
-        z = y if dist.get_rank() == 0 else C.exscan(y, op, group=alone).clamp(-1, 1)
-        z.sum().backward()
-        return x.grad.tolist()
+        y = C.all_reduce(x * x)
+        z = y * y if dist.get_rank() == 0 else C.all_reduce(y, "product", group=alone)
+        (gradient,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0].tolist()
 
-    assert run_ranks(main, 2, timeout=20) == [[1.0, 1.0]] * 2
+    assert run_ranks(main, 2, timeout=20) == [[26.0, 26.0]] * 2
 
 
 def test_second_derivatives_where_a_rank_sends_nothing():

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fuzz import collectives_local as local
 from fuzz.collectives_plan import Step
-from fuzz.collectives_reference import factor_of
 from fuzz.containers import plain, wrapped
 from gradwire import collectives
 
@@ -24,17 +23,15 @@ class Call:
     Args:
         step: The step.
         x: This rank's tensor, in its shape and layout.
-        factor: The second input, for `Premul`.
         group: The group.
         token: The rank's last token.
         meta_grad: What a stand-in without data has for requires_grad.
     """
 
     def __init__(
-        self, step: Step, x: Tensor, factor: Tensor | None, group: Any, token: Tensor | None,
-        meta_grad: bool,
-    ) -> None:  # fmt: skip
-        self.step, self.x, self.factor, self.group = step, x, factor, group
+        self, step: Step, x: Tensor, group: Any, token: Tensor | None, meta_grad: bool
+    ) -> None:
+        self.step, self.x, self.group = step, x, group
         self.token, self.meta_grad = token, meta_grad
         self.args = step.args
         self.rank = group.rank()
@@ -44,9 +41,6 @@ class Call:
 
     def op(self) -> Any:
         name = self.args["op"]
-        if name == "premul":
-            own = factor_of(dist.get_rank()) if self.factor is None else self.factor
-            return collectives.Premul(own)
         return getattr(dist.ReduceOp, name.upper()) if self.args.get("as_enum") else name
 
     def root(self, name: str) -> dict[str, int]:
@@ -156,18 +150,8 @@ def halo_exchange(c: Call) -> Any:
     )
 
 
-def prefix(c: Call) -> Any:
-    return getattr(collectives, c.step.op)(c.x, c.args["op"], **c.common)
-
-
-def statistic(c: Call) -> Any:
-    return getattr(collectives, c.step.op)(c.x, **c.args, **c.common)
-
-
 def coalesced(c: Call) -> Any:
     given: dict[str, Any] = {"op": c.args["op"]} if "op" in c.args else {}
-    if "root" in c.args:
-        given |= c.root("src" if c.step.op == "broadcast_coalesced" else "dst")
     seed = c.args["containers"]
     tree = wrapped(local.tree_of(c.x, c.step), seed, c.rank)
     return plain(getattr(collectives, c.step.op)(tree, **given, **c.common))
@@ -213,9 +197,7 @@ CALLS: dict[str, Callable[[Call], Any]] = {
         all_reduce, reduce, broadcast, all_gather, all_gather_list, gather, scatter, reduce_scatter,
         all_to_all, ppermute, shift, halo_exchange, send, send_recv, vary, invariant, barrier,
     )
-} | dict.fromkeys(("scan", "exscan"), prefix) | dict.fromkeys(
-    ("mean", "var", "norm", "logsumexp", "softmax"), statistic
-)  # fmt: skip
+}  # fmt: skip
 
 
 def call(c: Call) -> Any:

@@ -34,15 +34,13 @@ class Case:
         names = ["sum", "product"]
         if self.dtype in INTEGERS:
             return self.rng.choice([*names, "max", "min", "band", "bor", "bxor"])
-        names += ["sum", "avg", "premul"]
+        names += ["sum", "avg"]
         return self.rng.choice(names if self.dtype in COMPLEX else [*names, "max", "min"])
 
     def reducing(self) -> dict[str, Any]:
         op = self.reduction()
         args: dict[str, Any] = {"op": op}
-        if op == "premul":
-            args["factor"] = self.rng.choice(["number", "tensor"])
-        elif self.chance(0.2):
+        if self.chance(0.2):
             args["as_enum"] = True
         return args
 

@@ -5,7 +5,6 @@ Plain torch operations, which autograd differentiates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
 from typing import Any
@@ -31,7 +30,7 @@ def reduced(xs: Sequence[Tensor], op: str) -> Tensor:
     if op == "min":
         return torch.stack([*xs]).amin(0)
     pairwise: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "sum": torch.add, "premul": torch.add, "product": torch.mul,
+        "sum": torch.add, "product": torch.mul,
         "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
     }  # fmt: skip
     return fold(pairwise[op], xs)
@@ -125,83 +124,6 @@ def halo_exchange(xs: Ranks, step: Step) -> Ranks:
     ]
 
 
-def scan(xs: Ranks, step: Step) -> Ranks:
-    return [_reduced(xs[: r + 1], step) for r in range(len(xs))]
-
-
-def exscan(xs: Ranks, step: Step) -> Ranks:
-    op, x = step.args["op"], xs[0]
-    if op in ("max", "min"):
-        kind = torch.iinfo if x.dtype in (torch.int32, torch.int64) else torch.finfo
-        if x.dtype == torch.bool:
-            neutral = float(op == "min")
-        elif x.is_floating_point():
-            neutral = float("-inf" if op == "max" else "inf")
-        else:
-            neutral = kind(x.dtype).min if op == "max" else kind(x.dtype).max
-    else:
-        neutral = float(op == "product")
-    first = torch.full_like(x, neutral)
-    return [first, *(_reduced(xs[:r], step) for r in range(1, len(xs)))]
-
-
-def _dims(xs: Ranks, step: Step) -> list[int]:
-    dim = step.args["dim"]
-    return [d % xs[0].dim() for d in ([dim] if isinstance(dim, int) else dim)]
-
-
-def _flat(xs: Ranks, dims: Sequence[int]) -> Tensor:
-    """All ranks' numbers in a last dim; the dims that stay come before."""
-    kept = [d for d in range(xs[0].dim()) if d not in dims]
-    staying = [xs[0].shape[d] for d in kept]
-    counts = [math.prod(x.shape[d] for d in dims) for x in xs]
-    rows = [
-        x.permute([*kept, *dims]).reshape([*staying, n]) for x, n in zip(xs, counts, strict=True)
-    ]
-    return torch.cat(rows, -1)
-
-
-def statistic(xs: Ranks, step: Step) -> Ranks:
-    dims = _dims(xs, step)
-    if step.args.get("p") == float("inf"):  # ranks that tie share equally, whatever each has
-        there = [x for x in xs if x.numel()] or xs[:1]
-        own = [x.abs().amax(dims, keepdim=True) if dims else x.abs() for x in there]
-        y = torch.stack(own).amax(0)
-        y = y.squeeze(tuple(dims)) if dims else y
-    else:
-        numbers: Any = _flat(xs, dims)
-        y = {
-            "mean": lambda: numbers.mean(-1),
-            "var": lambda: _variance(numbers, step.args["correction"]),
-            "norm": lambda: _norm(numbers, step.args["p"]),
-            "logsumexp": lambda: numbers.logsumexp(-1),
-        }[step.op]()
-    if step.args["keepdim"]:
-        for d in sorted(dims):
-            y = y.unsqueeze(d)
-    return [y] * len(xs)
-
-
-def _norm(numbers: Tensor, p: float) -> Tensor:
-    """Return the norm; where it is 0, torch's has second derivatives that are nan, and this 0."""
-    is_zero = (numbers == 0).all(-1)
-    numbers = torch.where(is_zero.unsqueeze(-1), 1, numbers)
-    return torch.where(is_zero, 0, torch.linalg.vector_norm(numbers, p, -1))
-
-
-def _variance(numbers: Tensor, correction: float) -> Tensor:
-    centred = numbers - numbers.mean(-1, keepdim=True)
-    return (centred * centred.conj()).real.sum(-1) / (numbers.shape[-1] - correction)
-
-
-def softmax(xs: Ranks, step: Step) -> Ranks:
-    dims = _dims(xs, step)
-    total = _flat(xs, dims).logsumexp(-1)
-    for d in sorted(dims):
-        total = total.unsqueeze(d)
-    return [(x - total).exp() for x in xs]
-
-
 def _leaves(xs: Ranks, step: Step) -> list[Ranks]:
     """For each leaf of a tree, the ranks' tensors."""
     trees = [_pytree.tree_leaves(local.tree_of(x, step)) for x in xs]
@@ -252,16 +174,14 @@ def barrier(xs: Ranks, step: Step) -> Ranks:
 
 
 COALESCED: dict[str, Callable[[Ranks, Step], Ranks]] = {
-    "all_reduce_coalesced": all_reduce, "reduce_coalesced": reduce,
-    "broadcast_coalesced": broadcast, "all_gather_coalesced": _rows_gathered,
+    "all_reduce_coalesced": all_reduce, "all_gather_coalesced": _rows_gathered,
     "reduce_scatter_coalesced": _scattered_rows,
 }  # fmt: skip
-STATISTICS = ("mean", "var", "norm", "logsumexp")
 OPS: dict[str, Callable[[Ranks, Step], Any]] = {
     f.__name__: f
     for f in (
         all_reduce, reduce, broadcast, all_gather, all_gather_list, gather, scatter, reduce_scatter,
-        all_to_all, ppermute, shift, halo_exchange, scan, exscan, softmax, send, send_recv, vary,
+        all_to_all, ppermute, shift, halo_exchange, send, send_recv, vary,
         invariant, barrier,
     )
-} | dict.fromkeys(STATISTICS, statistic) | dict.fromkeys(COALESCED, coalesced)  # fmt: skip
+} | dict.fromkeys(COALESCED, coalesced)  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fuzz.collectives_case import COMPLEX, INTEGERS, Case, Made, named, shape, uneven, with_size
+from fuzz.collectives_case import INTEGERS, Case, Made, named, shape, uneven, with_size
 
 __all__ = [
-    "ASYNC", "MARKED", "NOT_RESOLVED", "ONE_WAY", "OPS", "STATISTICS", "TOKENS", "selects",
+    "ASYNC", "MARKED", "NOT_RESOLVED", "ONE_WAY", "OPS", "TOKENS", "selects",
 ]  # fmt: skip
 
 
@@ -135,42 +135,6 @@ def halo_exchange(case: Case) -> Made:
     return shapes, {"widths": widths, "dim": dim, "wrap": case.chance(0.5)}
 
 
-def scan(case: Case) -> Made:
-    names = ["sum", "product"] + ["max", "min"] * (case.dtype not in COMPLEX)
-    op = case.rng.choice(["max", "min"] if case.dtype == "bool" else names)
-    return case.alike(shape(case.rng)), {"op": op}
-
-
-def statistic(case: Case) -> Made:
-    rng = case.rng
-    own = shape(rng, rng.choice([0, 1, 2, 3]))
-    dims = rng.sample(range(len(own)), rng.randrange(len(own) + 1))
-    own = tuple(max(1, size) if d in dims else size for d, size in enumerate(own))
-    shapes = [own]
-    for _ in range(case.world - 1):  # the first rank alone is never empty there
-        shapes.append(tuple(rng.choice([0, 1, 3]) if d in dims and case.chance(0.4) else size
-                            for d, size in enumerate(own)))  # fmt: skip
-    args = {"dim": [named(case, d, len(own)) for d in dims], "keepdim": case.chance(0.5)}
-    if len(dims) == 1 and case.chance(0.5):
-        args["dim"] = args["dim"][0]
-    return tuple(shapes), args
-
-
-def softmax(case: Case) -> Made:
-    shapes, args = statistic(case)
-    return shapes, {"dim": args["dim"]}
-
-
-def var(case: Case) -> Made:
-    shapes, args = statistic(case)
-    return shapes, args | {"correction": case.rng.choice([0, 0.5])}
-
-
-def norm(case: Case) -> Made:
-    shapes, args = statistic(case)
-    return shapes, args | {"p": case.rng.choice([2, 2, 1, 3, float("inf")])}
-
-
 def coalesced(case: Case) -> Made:
     own = shape(case.rng, case.rng.choice([1, 2]))
     args = {"mixed": case.dtype not in INTEGERS and case.chance(0.4)}
@@ -181,18 +145,7 @@ def coalesced(case: Case) -> Made:
 
 def all_reduce_coalesced(case: Case) -> Made:
     shapes, args = coalesced(case)
-    op = case.reduction()
-    return shapes, args | {"op": "sum" if op == "premul" else op}
-
-
-def rooted_coalesced(case: Case) -> Made:
-    shapes, args = coalesced(case)
-    return shapes, args | case.root()
-
-
-def reduce_coalesced(case: Case) -> Made:
-    shapes, args = all_reduce_coalesced(case)
-    return shapes, args | case.root()
+    return shapes, args | {"op": case.reduction()}
 
 
 def reduce_scatter_coalesced(case: Case) -> Made:
@@ -221,11 +174,8 @@ OPS: dict[str, tuple[float, Callable[[Case], Made]]] = {
     "all_gather": (3, all_gather), "all_gather_list": (2, all_gather_list), "gather": (2, gather),
     "scatter": (3, scatter), "reduce_scatter": (4, reduce_scatter), "all_to_all": (4, all_to_all),
     "ppermute": (2, ppermute), "shift": (1, shift), "halo_exchange": (2, halo_exchange),
-    "scan": (1.5, scan), "exscan": (1.5, scan), "mean": (1, statistic), "var": (1, var),
-    "norm": (1.5, norm), "logsumexp": (1, statistic), "softmax": (1, softmax),
-    "all_reduce_coalesced": (1, all_reduce_coalesced), "reduce_coalesced": (1, reduce_coalesced),
-    "broadcast_coalesced": (1, rooted_coalesced), "all_gather_coalesced": (1, coalesced),
-    "reduce_scatter_coalesced": (1, reduce_scatter_coalesced), "send": (1.5, send),
+    "all_reduce_coalesced": (1.5, all_reduce_coalesced), "all_gather_coalesced": (1.5, coalesced),
+    "reduce_scatter_coalesced": (1.5, reduce_scatter_coalesced), "send": (1.5, send),
     "send_recv": (1.5, send_recv), "vary": (0.7, plain), "invariant": (0.5, plain),
     "barrier": (0.5, plain),
 }  # fmt: skip
@@ -235,20 +185,18 @@ ASYNC = {
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_list", "gather", "scatter",
     "reduce_scatter", "all_to_all", "ppermute", "shift",
 }  # fmt: skip
-STATISTICS = {"mean", "var", "norm", "logsumexp", "softmax"}
 TOKENS = {"send"}
 NOT_RESOLVED = {"send", "send_recv", "barrier"}
 """Whose ranks must want gradients alike."""
 MARKED = {
     "all_reduce", "reduce", "broadcast", "reduce_scatter", "ppermute", "shift",
-    "all_reduce_coalesced", "reduce_coalesced", "broadcast_coalesced", "all_gather_coalesced",
-    "reduce_scatter_coalesced", *STATISTICS,
+    "all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced",
 }  # fmt: skip
 """Where shm finds by itself that only some ranks want a gradient."""
 ONE_WAY = {"vary", "invariant"}
 """Whose second derivatives follow another convention than the sum of losses."""
 
 
-def selects(op: str, args: dict[str, Any]) -> bool:
+def selects(args: dict[str, Any]) -> bool:
     """Whether the result depends on which of two values is larger."""
-    return args.get("op") in ("max", "min") or args.get("p") == float("inf")
+    return args.get("op") in ("max", "min")

@@ -98,27 +98,26 @@ class _Program:
 
     def step(self, step: Step) -> None:
         group = self.groups[step.members]
-        given = [self.register(number) for number in step.inputs]
+        given = self.register(step.given)
         if step.members and self.rank not in step.members:
             dtype = getattr(torch, step.dtype)
-            self.registers[step.number] = local.bystander(local.cast(given[0], dtype))
+            self.registers[step.number] = local.bystander(local.cast(given, dtype))
         elif step.checkpoint:
             reentrant = step.checkpoint == "reentrant"
             self.registers[step.number] = checkpoint(
-                lambda *given: self.begin(step, group, given)(), *given, use_reentrant=reentrant
+                lambda given: self.begin(step, group, given)(), given, use_reentrant=reentrant
             )
         elif step.late:
             self.late[step.number] = self.begin(step, group, given)
         else:
             self.registers[step.number] = self.begin(step, group, given)()
 
-    def begin(self, step: Step, group: Any, given: Any) -> Any:
+    def begin(self, step: Step, group: Any, given: Tensor) -> Any:
         """Start the collective; what waits for it, and does the rest of the step."""
         dtype, own = getattr(torch, step.dtype), group.rank()
-        x = local.laid_out(local.fit(given[0], step.shapes[own], dtype), step.layouts[own])
-        factor = local.fit(given[1], x.shape, dtype) if len(given) > 1 else None
+        x = local.laid_out(local.fit(given, step.shapes[own], dtype), step.layouts[own])
         before, version = x.detach().clone(), x._version
-        c = Call(step, x, factor, group, self.token, x.requires_grad and torch.is_grad_enabled())
+        c = Call(step, x, group, self.token, x.requires_grad and torch.is_grad_enabled())
         handle = call(c)
         self.token = c.token
 

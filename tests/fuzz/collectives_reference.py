@@ -17,7 +17,7 @@ from fuzz import collectives_local as local
 from fuzz.collectives_formulas import OPS, Ranks
 from fuzz.collectives_plan import Plan, Step
 
-__all__ = ["Reference", "factor_of", "reference", "second_loss"]
+__all__ = ["Reference", "reference", "second_loss"]
 
 WIDE = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
@@ -40,11 +40,6 @@ class Reference:
     grads: list[list[Tensor | None]] = field(default_factory=list)
     second: list[list[Tensor | None]] = field(default_factory=list)
     scales: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
-
-
-def factor_of(rank: int) -> float:
-    """A rank's factor for `Premul`."""
-    return 0.5 + rank
 
 
 def wide(dtype: str) -> torch.dtype:
@@ -102,16 +97,10 @@ def _leaf(plan: Plan, index: int) -> Ranks:
 
 def _step(plan: Plan, step: Step, registers: dict[int, Ranks], found: Reference) -> Ranks:
     members = step.members or tuple(range(plan.ranks))
-    given, dtype = registers[step.inputs[0]], wide(step.dtype)
+    given, dtype = registers[step.given], wide(step.dtype)
     xs = []
     for shape, layout, rank in zip(step.shapes, step.layouts, members, strict=True):
-        x = local.laid_out(local.fit(given[rank], shape, dtype), layout)
-        if step.args.get("op") == "premul":
-            factor: Any = factor_of(rank)
-            if step.args["factor"] == "tensor":
-                factor = local.fit(registers[step.inputs[1]][rank], x.shape, dtype)
-            x = x * factor
-        xs.append(x)
+        xs.append(local.laid_out(local.fit(given[rank], shape, dtype), layout))
     made = OPS[step.op](xs, step)
     registered = [local.bystander(local.cast(x, dtype)) for x in given]
     results: list[tuple[Tensor, ...] | None] = [None] * plan.ranks

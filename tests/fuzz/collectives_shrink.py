@@ -36,18 +36,14 @@ def _without(plan: Plan, i: int) -> Plan:
     gone = plan.steps[i]
 
     def renamed(step: Step) -> Step:
-        inputs = tuple(gone.inputs[0] if n == gone.number else n for n in step.inputs)
-        return replace(step, inputs=inputs)
+        return replace(step, given=gone.given) if step.given == gone.number else step
 
     return replace(plan, steps=(*plan.steps[:i], *map(renamed, plan.steps[i + 1 :])))
 
 
 def _with_one_leaf(plan: Plan) -> Plan:
     count = len(plan.leaves)
-    steps = [
-        replace(step, inputs=tuple(0 if n < count else n for n in step.inputs))
-        for step in plan.steps
-    ]
+    steps = [replace(step, given=0) if step.given < count else step for step in plan.steps]
     # Numbers of registers stay; those of the leaves that are gone name nothing.
     return replace(plan, leaves=plan.leaves[:1], steps=tuple(steps))
 
@@ -82,13 +78,12 @@ def shown(plan: Plan, backend: str) -> str:
 
 
 def _lines(step: Step) -> Iterator[str]:
-    given = ", ".join(f"v{n}" for n in step.inputs)
     shapes = step.shapes[0] if len({*step.shapes}) == 1 else f"by rank: {[*step.shapes]}"
     layouts = step.layouts[0] if len({*step.layouts}) == 1 else f"by rank: {[*step.layouts]}"
     args = "".join(f", {name}={value!r}" for name, value in step.args.items())
     group = f", group={[*step.members]}" if step.members else ""
     start = ", async_op=True" * step.asynchronous
-    yield f"x = {given} as {step.dtype} of shape {shapes}, layout {layouts}"
+    yield f"x = v{step.given} as {step.dtype} of shape {shapes}, layout {layouts}"
     late = "  # waited for where it is used" * step.late
     inside = f"  # in a checkpoint ({step.checkpoint})" if step.checkpoint else ""
     yield f"v{step.number} = {step.post}({step.op}(x{args}{group}{start})){late}{inside}"

@@ -16,22 +16,16 @@ from gradwire.collectives.ops.coalesced import (
     all_gather_coalesced,
     all_gather_object,
     all_reduce_coalesced,
-    broadcast_coalesced,
-    reduce_coalesced,
     reduce_scatter_coalesced,
 )
 from gradwire.collectives.ops.gather_scatter import gather, scatter
 from gradwire.collectives.ops.permute import halo_exchange, ppermute, shift
 from gradwire.collectives.ops.point_to_point import barrier, recv, send, send_recv, tie
-from gradwire.collectives.ops.prefix import exscan, scan
-from gradwire.collectives.ops.statistics import logsumexp, mean, norm, softmax, var
-from gradwire.collectives.reduce_ops import Premul
 from gradwire.collectives.wire import backend_of as backend_of
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [
     "Handle",
-    "Premul",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_list",
@@ -41,28 +35,19 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
-    "broadcast_coalesced",
     "checks",
-    "exscan",
     "gather",
     "halo_exchange",
     "invariant",
-    "logsumexp",
-    "mean",
-    "norm",
     "ppermute",
     "recv",
     "reduce",
-    "reduce_coalesced",
     "reduce_scatter",
     "reduce_scatter_coalesced",
-    "scan",
     "scatter",
     "send",
     "send_recv",
     "shift",
-    "softmax",
     "tie",
-    "var",
     "vary",
 ]

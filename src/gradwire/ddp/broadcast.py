@@ -51,9 +51,8 @@ def broadcast_coalesced(
     """Overwrite tensors on all ranks of a group with the root's values.
 
     The broadcast is between processes, in place and without gradients, like
-    `torch.distributed._broadcast_coalesced`. `gradwire.collectives.broadcast_coalesced` returns
-    new tensors and has an adjoint; `gradwire.devices.broadcast_coalesced` copies between the
-    devices of one process.
+    `torch.distributed._broadcast_coalesced`. `gradwire.devices.broadcast_coalesced` copies between
+    the devices of one process.
 
     At most two messages are in flight, so staging takes at most 2 × `buffer_size` bytes.
     Contiguous tensors of 1 MiB and more are sent and received in place, without a copy. Smaller

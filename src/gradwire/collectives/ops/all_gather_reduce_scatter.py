@@ -40,7 +40,7 @@ from gradwire.collectives.handles import Async, Handle, Sync
 from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
 from gradwire.collectives.operation import Operation, Peers
 from gradwire.collectives.ops.reductions import ReductionCollective, reduce_with
-from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.reduce_ops import Op, reduction_of
 from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
@@ -211,7 +211,7 @@ def reduce_scatter(
         pieces, dim, scalars = pieces_of(x, dim, group, "x")
         sizes = piece_sizes(pieces, dim, sizes, group)
         x = concat(pieces, dim)
-    x, reduction = reducible(x, op)
+    reduction = reduction_of(x, op)
     front, dim = move_to_front(x, dim)
     split = sizes_of_split(sizes, front, dim, group, names=("sizes", "x"))
     known = None if sizes is None or len(set(split)) == 1 else split

@@ -22,7 +22,7 @@ from gradwire.collectives.handles import Async, Handle, Sync
 from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
 from gradwire.collectives.operation import Operation, Plan
 from gradwire.collectives.ops.reductions import AllReduce, reduce_with
-from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.reduce_ops import Op, reduction_of
 from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
@@ -83,7 +83,7 @@ def all_reduce(
         x: Tensor of the same shape on all ranks, with any strides. Floating-point and complex
             dtypes are differentiable; integers and booleans can be reduced too.
         op: "sum", "avg", "max", "min", "product", "band", "bor", "bxor", torch.distributed's
-            ReduceOp of that name, or a `Premul`. NaN propagates.
+            ReduceOp of that name. NaN propagates.
         group: Process group; the default group if None.
         invariant: True if every rank uses the result in the same way, so that each already has the
             full cotangent. Backward then sends nothing. For sum and avg only.
@@ -95,8 +95,7 @@ def all_reduce(
 
     Adjoint: for sum and avg, the same reduction of the cotangents. For max and min, the summed
     cotangent, shared equally by the ranks that tie. For product, the summed cotangent times the
-    (conjugate) product of the other ranks' values. For Premul, the factor times the summed
-    cotangent.
+    (conjugate) product of the other ranks' values.
 
     Raises:
         ArgumentError: The op is not defined for the dtype, or this rank is not in the group.
@@ -115,7 +114,7 @@ def all_reduce(
         [(3.0, 2.0), (3.0, 2.0)]
     """
     group = resolve_group(group)
-    x, reduction = reducible(x, op)
+    reduction = reduction_of(x, op)
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: use it with sum or avg only")
     average = reduction == "avg"

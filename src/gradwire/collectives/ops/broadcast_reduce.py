@@ -22,7 +22,7 @@ from gradwire.collectives.handles import Async, Handle, Sync
 from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.ops.reductions import ReductionCollective, reduce_with
-from gradwire.collectives.reduce_ops import Op, reducible
+from gradwire.collectives.reduce_ops import Op, reduction_of
 from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -122,7 +122,7 @@ def reduce(
     """
     group = resolve_group(group)
     root = root_of(group, dst, group_dst, "dst")
-    x, reduction = reducible(x, op)
+    reduction = reduction_of(x, op)
     plan = reduce_with(reduction, Reduce(group, root, reduction == "avg"))
     operation = Operation(
         x,

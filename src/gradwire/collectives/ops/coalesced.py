@@ -26,7 +26,6 @@ from gradwire.collectives.arguments import check_dense, equal_sizes, resolve_gro
 from gradwire.collectives.autograd import concat
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.ops.all_reduce import all_reduce
-from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
 from gradwire.collectives.reduce_ops import Op
 from gradwire.collectives.signature import detailed
 from gradwire.errors import ArgumentError
@@ -67,72 +66,6 @@ def all_reduce_coalesced(
     return _coalesced(
         tree, check, lambda flat, check: all_reduce(flat, op, group=group, check=check)
     )
-
-
-def reduce_coalesced(
-    tree: Any,
-    dst: int | None = None,
-    op: Op = "sum",
-    *,
-    group_dst: int | None = None,
-    group: ProcessGroup | None = None,
-    check: bool | None = None,
-) -> Any:
-    """Apply `reduce` to every tensor in a list or other pytree.
-
-    Args:
-        tree: Tree, as in `all_reduce_coalesced`.
-        dst: Root's global rank.
-        op: Reduction, as in `all_reduce`.
-        group_dst: Root's rank in the group, instead of `dst`.
-        group: Process group; the default group if None.
-        check: True to compare the call with the other ranks first; see `checks`.
-
-    Adjoint: as in `reduce`, for each tensor.
-
-    Raises:
-        ArgumentTypeError: A leaf is not a tensor.
-        ArgumentError, MismatchError: See `reduce`.
-    """
-
-    def move(flat: Tensor, check: bool | None) -> Tensor:
-        return reduce(flat, dst, op, group_dst=group_dst, group=group, check=check)
-
-    return _coalesced(tree, check, move)
-
-
-def broadcast_coalesced(
-    tree: Any,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    group: ProcessGroup | None = None,
-    check: bool | None = None,
-) -> Any:
-    """Apply `broadcast` to every tensor in a list or other pytree.
-
-    This function is differentiable, and returns new tensors. `gradwire.ddp.broadcast_coalesced`
-    overwrites tensors, without gradients. `gradwire.devices.broadcast_coalesced` copies between
-    the devices of one process.
-
-    Args:
-        tree: Tree, as in `all_reduce_coalesced`. On receivers, the values are not read.
-        src: Root's global rank.
-        group_src: Root's rank in the group, instead of `src`.
-        group: Process group; the default group if None.
-        check: True to compare the call with the other ranks first; see `checks`.
-
-    Adjoint: as in `broadcast`, for each tensor.
-
-    Raises:
-        ArgumentTypeError: A leaf is not a tensor.
-        ArgumentError, MismatchError: See `broadcast`.
-    """
-
-    def move(flat: Tensor, check: bool | None) -> Tensor:
-        return broadcast(flat, src, group_src=group_src, group=group, check=check)
-
-    return _coalesced(tree, check, move)
 
 
 def all_gather_coalesced(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
@@ -30,7 +31,7 @@ from gradwire.collectives.linear_collective import (
     result_like,
 )
 from gradwire.collectives.operation import Plan
-from gradwire.collectives.ops.prefix import exclusive_product
+from gradwire.collectives.ops.all_to_all import AllToAll
 from gradwire.collectives.reduce_ops import BITWISE
 
 
@@ -72,7 +73,7 @@ class AllReduce(ReductionCollective):
 
 def reduce_with(op: str, plan: ReductionCollective) -> Plan:
     """Return the plan of any reduction; sum and avg are the given plan's own."""
-    return plan if op in ("sum", "avg", "premul") else NonlinearReduction(plan, op)
+    return plan if op in ("sum", "avg") else NonlinearReduction(plan, op)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class NonlinearReduction:
         """Return the derivative of the result `y` with respect to this rank's tensor."""
         group = self.linear.group
         if self.op == "product":
-            return exclusive_product(x, group)  # not y / x: x may be 0
+            return _product_of_others(x, group)  # not y / x: x may be 0
         # Ranks that tie share the derivative equally, as ties within torch.amax do.
         x, y = x.detach(), self.linear.full_result(y.detach())
         ties = (x == y) | x.isnan()
@@ -131,6 +132,37 @@ class NonlinearReduction:
         small = torch.uint8 if group.size() < 256 else torch.int32
         counts = AllReduce(group).apply(ties.to(small), UNCHECKED)
         return ties.to(x.dtype) / counts.to(x.dtype)
+
+
+def _product_of_others(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the product of the other ranks' tensors; exact if some elements are zero.
+
+    An all_to_all gives each rank all ranks' values of 1/W of the elements, and another returns the
+    products: no temporary is larger than the tensor.
+    """
+    world, flat = group.size(), x.reshape(-1)
+    to_shards = from_shards = AllToAll(group)
+    if flat.shape[0] % world:
+        sizes = wire.split_sizes(flat.shape[0], world)
+        mine = (sizes[group.rank()],) * world
+        to_shards, from_shards = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
+    pieces = to_shards.apply(flat, UNCHECKED)
+    pieces = pieces.reshape(world, pieces.shape[0] // world)
+    products = _products_before(pieces) * _products_before(pieces.flip(0)).flip(0)
+    return from_shards.apply(products.reshape(-1), UNCHECKED).reshape(x.shape)
+
+
+def _products_before(pieces: Tensor) -> Tensor:
+    """Return, in row r, the product of all rows before r."""
+    first = torch.ones_like(pieces[0])
+    if len(pieces) == 1:
+        # The result of a group of one rank stays connected to the graph, so that backward reaches
+        # earlier collectives, in which other ranks may wait.
+        first = first + pieces[:0].sum(0, dtype=pieces.dtype)
+    rows = [first]
+    for piece in pieces[:-1]:
+        rows.append(rows[-1] * piece)
+    return torch.stack(rows)
 
 
 class _Reduction(Function):

@@ -32,7 +32,6 @@ from gradwire.collectives.wire.movement import (
     send,
 )
 from gradwire.collectives.wire.reductions import (
-    Reduction,
     all_reduce,
     check_computable,
     reduce,
@@ -44,7 +43,6 @@ from gradwire.collectives.wire.reductions import (
 
 __all__ = [
     "Pending",
-    "Reduction",
     "all_gather",
     "all_gather_list",
     "all_reduce",

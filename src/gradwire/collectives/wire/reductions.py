@@ -91,7 +91,7 @@ def reduce_scatter(
             group,
         )
     # Checked here as well, for backward: forward only moves the dtype of a gather's cotangents.
-    check_computable(x, op, reduce_locally)
+    check_computable(x, op)
     # On Gloo this takes less than half as long as its reduce_scatter. It supports every op, sums in
     # a fixed order, and accumulates half precision in float32.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, blocking)
@@ -204,27 +204,17 @@ def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, blocking: bool
     return Pending((), lambda: gathered.wait().view(x.shape).data)
 
 
-Reduction = Callable[[Tensor, str], Any]
-
 _COMPUTABLE = CARRIED | {torch.int16, torch.bool, torch.complex64, torch.complex128}
 """Dtypes for which PyTorch computes every reduction that is defined."""
 
 
-def check_computable(x: Tensor, op: str, reduction: Reduction) -> None:
+def check_computable(x: Tensor, op: str) -> None:
     """Raise if PyTorch cannot compute a reduction of the tensor's dtype.
 
     Every dtype can be sent, but some, such as uint16 and float8, can be neither summed nor
     compared. A rank that detects this after communication has begun would leave the others waiting.
-
-    Args:
-        x: Tensor to reduce.
-        op: Name of the reduction.
-        reduction: Function that reduces the ranks' stacked tensors, given the op's name.
-
-    Raises:
-        ArgumentError: The reduction is not implemented.
     """
-    if x.dtype in _COMPUTABLE or _computes(reduction, op, x.dtype, x.device):
+    if x.dtype in _COMPUTABLE or _computes(op, x.dtype, x.device):
         return
     wider = torch.float32 if x.is_floating_point() else torch.int64
     wider = torch.complex64 if x.is_complex() else wider
@@ -235,18 +225,18 @@ def check_computable(x: Tensor, op: str, reduction: Reduction) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _computes(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.device) -> bool:
-    return _try(reduction, op, dtype, device)
+def _computes(op: str, dtype: torch.dtype, device: torch.device) -> bool:
+    return _try(op, dtype, device)
 
 
 @lru_cache(maxsize=256)
-def _try(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.device) -> bool:
+def _try(op: str, dtype: torch.dtype, device: torch.device) -> bool:
     # PyTorch has no table of supported dtypes, so the reduction is tried on zeros. Neither
     # torch.func transforms nor modes, such as FakeTensorMode, may see the trial.
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         try:
             # one element: products of float8 fail for a single element, but not for more
-            reduction(torch.zeros((2, 1), dtype=dtype, device=device), op)
+            reduce_locally(torch.zeros((2, 1), dtype=dtype, device=device), op)
         except (RuntimeError, TypeError):
             return False
     return True

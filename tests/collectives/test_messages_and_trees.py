@@ -1,4 +1,4 @@
-"""Point-to-point messages, scans, halos, coalesced trees, objects and the barrier."""
+"""Point-to-point messages, halos, coalesced trees, objects and the barrier."""
 
 from __future__ import annotations
 
@@ -65,39 +65,6 @@ def test_messages_to_oneself_and_to_nobody_are_refused():
     run_ranks(main, 1)
 
 
-@pytest.mark.narrow({"op": ["sum", "max"], "each_backend": "shm"})
-@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
-def test_prefixes(op):
-    def main():
-        torch.manual_seed(3)
-        xs = torch.randn(4, 5, dtype=torch.float64)
-        xs[1, 0] = xs[2, 0] = 0
-        rank, fns = dist.get_rank(), {"sum": "sum", "max": "amax", "min": "amin", "product": "prod"}
-        want = getattr(torch, fns[op])(xs[: rank + 1], 0)
-        torch.testing.assert_close(C.scan(xs[rank], op), want)
-        if rank:
-            want = getattr(torch, fns[op])(xs[:rank], 0)
-            torch.testing.assert_close(C.exscan(xs[rank], op), want)
-        else:
-            neutral = {"sum": 0.0, "max": -torch.inf, "min": torch.inf, "product": 1.0}[op]
-            assert C.exscan(xs[rank], op).tolist() == [neutral] * 5
-        assert C.scan(torch.tensor([rank + 1]), op).dtype == torch.int64
-        x = xs[rank, 1:3].clone().requires_grad_()
-        assert gradcheck(lambda x: C.scan(x, op), x)
-        finite = (lambda x: C.exscan(x, op).clamp(-1e3, 1e3)) if op in ("max", "min") else None
-        return gradcheck(finite or (lambda x: C.exscan(x, op)), x)
-
-    assert run_ranks(main, 4) == [True] * 4
-
-
-def test_a_scan_takes_four_ops():
-    def main():
-        with pytest.raises(ArgumentError, match="for scan, give one of sum, max, min, product"):
-            C.scan(torch.ones(1), "avg")
-
-    run_ranks(main, 1)
-
-
 @pytest.mark.parametrize("wrap", [False, True])
 def test_halos_of_uneven_slabs(wrap):
     def main():
@@ -142,8 +109,6 @@ def tree():
     [
         (lambda t: C.all_reduce_coalesced(t), C.all_reduce),
         (lambda t: C.all_reduce_coalesced(t, "max"), lambda x: C.all_reduce(x, "max")),
-        (lambda t: C.reduce_coalesced(t, 1), lambda x: C.reduce(x, 1)),
-        (lambda t: C.broadcast_coalesced(t, 1), lambda x: C.broadcast(x, 1)),
         (lambda t: C.all_gather_coalesced(t), C.all_gather),
         (lambda t: C.reduce_scatter_coalesced(t), C.reduce_scatter),
     ],
@@ -167,13 +132,7 @@ def test_coalesced_matches_each_leaf(coalesced, single):
     assert run_ranks(main, 2) == [True, True]
 
 
-COALESCED = (
-    C.all_reduce_coalesced,
-    lambda t, **o: C.reduce_coalesced(t, 0, **o),
-    lambda t, **o: C.broadcast_coalesced(t, 1, **o),
-    C.all_gather_coalesced,
-    C.reduce_scatter_coalesced,
-)
+COALESCED = (C.all_reduce_coalesced, C.all_gather_coalesced, C.reduce_scatter_coalesced)
 
 
 def test_dicts_in_different_order():
@@ -303,7 +262,7 @@ _pytree.register_pytree_node(
     Plus,
     lambda x: ([*x, x.more], None),
     lambda leaves, _: Plus([*leaves][:-1], [*leaves][-1]),
-    serialized_type_name="test_messages_scans_trees.Plus",
+    serialized_type_name="test_messages_and_trees.Plus",
 )
 
 
@@ -384,17 +343,6 @@ def test_objects_and_a_barrier_with_an_edge():
         (lengths, [1, 2], 3.0),
         (lengths, [1, 2], 3.0),
     ]
-
-
-@pytest.mark.parametrize(("op", "own", "before"), [("max", any, False), ("min", all, True)])
-def test_a_scan_of_booleans(op, own, before):
-    def main():
-        x = torch.tensor([dist.get_rank() == 1])
-        return C.scan(x, op).item(), C.exscan(x, op).item()
-
-    values = [False, True, False]
-    expected = [(own(values[: r + 1]), own(values[:r]) if r else before) for r in range(3)]
-    assert run_ranks(main, 3) == expected
 
 
 def test_halos_wider_than_one_slab_are_refused_on_all_ranks():
