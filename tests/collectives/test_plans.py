@@ -10,13 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import wire
-from gradwire.collectives.consistency import tensor_fields
-from gradwire.collectives.linear_collective import decode_plan
-from gradwire.collectives.operation import Operation
-from gradwire.collectives.ops.all_to_all import AllToAll
-from gradwire.collectives.ops.gather_scatter import Gather
-from gradwire.collectives.ops.permute import Permute
-from gradwire.collectives.signature import CallSignature
+from gradwire.collectives.all_to_all_permute import AllToAll, Permute
+from gradwire.collectives.consistency import CallSignature, tensor_fields
+from gradwire.collectives.operation import Operation, decode_plan
+from gradwire.collectives.with_root import Gather
 from gradwire.errors import MismatchError
 from gradwire.testing import adjoint_check, run_ranks
 

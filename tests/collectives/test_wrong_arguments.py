@@ -83,12 +83,10 @@ def test_cotangents_of_a_dtype_that_cannot_be_reduced():
 
 def test_what_can_be_reduced_of_narrow_dtypes():
     def main():
-        x = torch.tensor([6, 3, 1], dtype=torch.uint16)
         bits = torch.tensor([dist.get_rank() + 1], dtype=torch.uint16)
         y = torch.tensor([1 + 2j, 3j]).to(torch.complex32)
         return (
             C.all_reduce(bits, "bor").tolist(),
-            C.all_reduce(x, "product").tolist(),
             C.all_reduce(y).tolist(),
             C.reduce_scatter(y, sizes=[1, 1]).tolist(),
         )
@@ -96,8 +94,8 @@ def test_what_can_be_reduced_of_narrow_dtypes():
     gloo = run_ranks(main)
     assert gloo == run_ranks(main, backend="shm")
     rank_0, rank_1 = gloo
-    assert rank_0 == ([3], [36, 9, 1], [2 + 4j, 6j], [2 + 4j])
-    assert rank_1 == ([3], [36, 9, 1], [2 + 4j, 6j], [6j])
+    assert rank_0 == ([3], [2 + 4j, 6j], [2 + 4j])
+    assert rank_1 == ([3], [2 + 4j, 6j], [6j])
 
 
 def test_the_environment_s_word_for_checks():

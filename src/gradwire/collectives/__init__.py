@@ -1,27 +1,25 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
-from gradwire.collectives.arguments import check_dense as check_dense
-from gradwire.collectives.autograd import unstack as unstack
-from gradwire.collectives.consistency import checks
-from gradwire.collectives.handles import Handle
-from gradwire.collectives.ops.all_gather_reduce_scatter import (
+from gradwire.collectives.all_gather_reduce_scatter import (
     all_gather,
     all_gather_list,
     reduce_scatter,
 )
-from gradwire.collectives.ops.all_reduce import all_reduce, invariant, vary
-from gradwire.collectives.ops.all_to_all import all_to_all
-from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
-from gradwire.collectives.ops.coalesced import (
+from gradwire.collectives.all_reduce_vary import all_reduce, invariant, vary
+from gradwire.collectives.all_to_all_permute import all_to_all, halo_exchange, ppermute, shift
+from gradwire.collectives.backends import backend_of as backend_of
+from gradwire.collectives.coalesced import (
     all_gather_coalesced,
     all_gather_object,
     all_reduce_coalesced,
     reduce_scatter_coalesced,
 )
-from gradwire.collectives.ops.gather_scatter import gather, scatter
-from gradwire.collectives.ops.permute import halo_exchange, ppermute, shift
-from gradwire.collectives.ops.point_to_point import barrier, recv, send, send_recv, tie
-from gradwire.collectives.wire import backend_of as backend_of
+from gradwire.collectives.consistency import checks
+from gradwire.collectives.operation import Handle
+from gradwire.collectives.operation import unstack as unstack
+from gradwire.collectives.send_receive import barrier, recv, send, send_recv, tie
+from gradwire.collectives.validation import check_dense as check_dense
+from gradwire.collectives.with_root import broadcast, gather, reduce, scatter
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [

@@ -1,28 +1,500 @@
-"""One call of a collective: compared between the ranks, run, repeated if necessary, finished.
+"""Modes of autograd, and the pair unstack and concat, each the other's backward.
 
-With checks on, ranks exchange their call signatures first. On shm, unless checks are switched off,
-a 64-bit hash of the signature, its *mark*, is sent in the header of the collective itself. If marks
-differ, the collective raises on all ranks before any data is sent, and the ranks exchange
-signatures. If the signatures differ only in which ranks require a gradient, the call is repeated
-with a gradient on all ranks; otherwise an error names the difference. A call without a mark, such
-as PyTorch's own on another rank, is compared by op, dtype and size only.
+unstack does not copy. Autograd forbids in-place modification of views if a function returns several
+of them. The results of `unstack` share memory, but are not views for autograd. No element belongs
+to two of them, so that modifying one in place does not affect the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import consistency, wire
-from gradwire.collectives.consistency import UNCHECKED, CheckContext, Checked
-from gradwire.collectives.handles import Handle
-from gradwire.collectives.signature import CallSignature, PeerSignature, in_full, signature_hash
+from gradwire.collectives import consistency
+from gradwire.collectives.backends import Pending, backend_of, empty_rows
+from gradwire.collectives.consistency import (
+    UNCHECKED,
+    CallSignature,
+    CheckContext,
+    Checked,
+    PeerSignature,
+    in_full,
+    signature_hash,
+)
+from gradwire.collectives.validation import refuse_split
 from gradwire.errors import CheckedMismatchError
+
+
+def graph_is_needed(x: Tensor) -> bool:
+    """Return True if derivatives may be taken with respect to the tensor."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Return True if a torch.func transform or forward mode is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def compiling(x: Tensor) -> bool:
+    """Return True if the call is being traced, by Dynamo or below it with fake tensors."""
+    return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def eager_apply(function: type[Function]) -> Callable[..., Any]:
+    """Return a faster `apply` of a function, for use outside torch.func and compilers.
+
+    If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
+    for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
+    versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is not
+    inspected.
+    """
+    forward, setup_context = function.forward, function.setup_context
+
+    def forward_with_context(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {
+        "forward": staticmethod(forward_with_context),
+        "setup_context": staticmethod(Function.setup_context),
+    }
+    eager = type(function.__name__, (function,), members)
+    apply: Callable[..., Any] = super(Function, eager).apply  # type: ignore[misc]
+    return apply
+
+
+class _Unstack(Function):
+    @staticmethod
+    def forward(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+        return _pieces(x, sizes, scalars)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, _, ctx.scalars = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return torch.stack(cotangents) if ctx.scalars else concat(cotangents), None, None
+
+
+_apply_unstack = eager_apply(_Unstack)
+
+
+def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
+    """Split the rows of a tensor into one tensor for each size, in the memory of `x`.
+
+    Args:
+        x: Contiguous tensor, not used elsewhere: it shares its memory with the results.
+        sizes: Number of rows of each result; they sum to the rows of `x`.
+        scalars: True to return 0-d tensors; all sizes must be 1, and `x` must have one dim.
+    """
+    if compiling(x) or is_transformed():
+        pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+        return tuple(piece.clone() for piece in pieces)
+    if x.requires_grad:
+        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return]
+    return _pieces(x, sizes, scalars)
+
+
+def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate as torch.cat, with a graph for pieces of shape (0,), and huge pages."""
+    if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
+        rows = sum(piece.shape[0] for piece in pieces)
+        return torch.cat([*pieces], out=empty_rows(pieces[0], rows))
+    joined = torch.cat([*pieces], dim)
+    # torch.cat's backward skips pieces of shape (0,). If a second derivative continued from there
+    # to a collective, other ranks, whose pieces have elements, would wait in it.
+    empties = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
+    # Subtraction keeps the sign of -0.0.
+    return joined - torch.stack(empties).sum() if empties else joined
+
+
+def _is_traced(xs: Sequence[Tensor]) -> bool:
+    """Return True if a tracer or transform follows the computation, which rules out `out=`."""
+    return compiling(xs[0]) or is_transformed() or any(is_legacy_batchedtensor(x) for x in xs)
+
+
+def _pieces(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+    pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+    return tuple(piece.data for piece in pieces)
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Handle(Generic[T]):
+    """An asynchronous collective; `wait` returns its result.
+
+    Until `wait` returns, the input is in use: do not modify it.
+
+    Dropping a handle without `wait` emits a warning: in backward, other ranks may wait for a node
+    that does not exist on this rank.
+
+    Example:
+        >>> from gradwire.collectives import all_reduce
+        >>> def main():
+        ...     handle = all_reduce(torch.ones(2), async_op=True)
+        ...     # computation here overlaps with the collective
+        ...     return handle.wait()
+        >>> run_ranks(main, world_size=2)
+        [tensor([2., 2.]), tensor([2., 2.])]
+    """
+
+    def __init__(self, finish: Callable[[], T], name: str) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._name = name
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self._chained = False
+
+    def wait(self) -> T:
+        """Return the differentiable result; further calls return or raise the same."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def then(self, fn: Callable[[T], S]) -> Handle[S]:
+        """Return a handle of `fn` applied to the result; it replaces this handle."""
+        self._chained = True
+        return Handle(lambda: fn(self.wait()), self._name)
+
+    def retried(self, on: type[Exception], repeat: Callable[[], T]) -> Handle[T]:
+        """Return a handle that calls `repeat` if this one's `wait` raises the given error."""
+        self._chained = True
+
+        def finish() -> T:
+            try:
+                return self.wait()
+            except on:
+                return repeat()
+
+        return Handle(finish, self._name)
+
+    def __del__(self) -> None:
+        if getattr(self, "_finish", None) is not None and not self._chained:
+            warnings.warn(
+                f"a handle of {self._name} was dropped without wait(): its result, and the "
+                "gradient through it, are lost",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class _Options(TypedDict, total=False):
+    """Keyword arguments that overloads of every collective with `async_op` unpack (PEP 692).
+
+    They tell type checkers if a call returns its result or a `Handle`.
+    """
+
+    group: ProcessGroup | None
+    check: bool | None
+
+
+class Sync(_Options, total=False):
+    """Options of a call that returns its result."""
+
+    async_op: Literal[False]
+
+
+class Async(_Options):
+    """Options of a call with `async_op=True`, which returns a handle."""
+
+    async_op: Literal[True]
+
+
+P = TypeVar("P", bound="LinearCollective")
+
+_NONE, _INT, _TUPLE = range(3)
+
+
+@dataclass(frozen=True)
+class LinearCollective(ABC):
+    """Plan of a collective that is linear in its tensor, made before anything is sent.
+
+    Only the first dim is split or concatenated. One rule for `vmap` therefore suffices: the batch
+    dim is moved to the end, and one collective handles the whole batch.
+
+    A subclass is a frozen dataclass, whose fields are ints, bools, None, or (nested) tuples of
+    these.
+    """
+
+    name: ClassVar[str]
+    field_names: ClassVar[tuple[str, ...]]  # precomputed, because Dynamo traces `as_ints`
+    group: ProcessGroup
+
+    @abstractmethod
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        """Start, without gradients; `blocking` hints that the caller waits immediately."""
+
+    @abstractmethod
+    def adjoint(self) -> LinearCollective:
+        """Return the transpose, under the inner product that sums over the ranks."""
+
+    def rows(self, rows: int) -> int:
+        """Return the result's size in the first dim, given the input's."""
+        return rows
+
+    def as_ints(self) -> list[int]:
+        """Encode all fields but the group as integers, which are arguments of the custom op."""
+        return [n for name in self.field_names for n in _as_ints(getattr(self, name))]
+
+    def apply(self, x: Tensor, context: CheckContext) -> Tensor:
+        """Run the collective, differentiably in every mode."""
+        if compiling(x):
+            return _apply_compiled(self, x)
+        if is_legacy_batchedtensor(x):
+            return _batched_cotangent(self, x, context)
+        if torch._C._are_functorch_transforms_active():
+            return _LinearFunction.apply(x, self, context)  # type: ignore[no-any-return, no-untyped-call]
+        if not graph_is_needed(x):
+            return self.start(x, blocking=True).wait()
+        return _apply_eagerly(x, self, context)  # type: ignore[no-any-return]
+
+    def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
+        """Start the collective; return a handle of its result, differentiable if `x` is."""
+        refuse_split(x)
+        if not graph_is_needed(x):
+            return Handle(self.start(x).wait, self.name)
+        state = AsyncState()
+        token = _Start.apply(x, self, state, context)  # type: ignore[no-untyped-call]
+        return handle_of_token(token, self, state, context)
+
+
+def divided(plan: Any, moved: Pending) -> Pending:
+    """Divide the result of a plan that only moves values, if the plan is an average."""
+    return Pending((), lambda: moved.wait().div_(plan.group.size())) if plan.average else moved
+
+
+def _as_ints(value: Any) -> list[int]:
+    """Encode an int, None or nested tuple of these as self-describing integers."""
+    if value is None:
+        return [_NONE]
+    if isinstance(value, tuple):
+        return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
+    if not isinstance(value, int):
+        raise TypeError(f"a plan has {value!r}: its fields are ints, None and tuples of these")
+    return [_INT, int(value)]
+
+
+def _from_ints(ints: Iterator[int]) -> Any:
+    """Decode one value that `_as_ints` encoded."""
+    kind = next(ints)
+    if kind == _NONE:
+        return None
+    if kind == _INT:
+        return next(ints)
+    return tuple(_from_ints(ints) for _ in range(next(ints)))
+
+
+class _LinearFunction(Function):
+    @staticmethod
+    def forward(x: Tensor, plan: LinearCollective, context: CheckContext) -> Tensor:
+        return plan.start(x, blocking=True).wait()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.plan, ctx.check = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        with ctx.check.backward(cotangent):
+            return ctx.plan.adjoint().apply(cotangent, ctx.check), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _op: None, _context: None) -> Any:
+        return ctx.plan.apply(tangent, ctx.check)
+
+    @staticmethod
+    def vmap(
+        _info: Any, in_dims: Any, x: Tensor, plan: LinearCollective, context: CheckContext
+    ) -> Any:
+        return plan.apply(x.movedim(in_dims[0], -1), context), -1
+
+
+_apply_eagerly = eager_apply(_LinearFunction)
+
+
+def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext) -> Tensor:
+    """Apply a collective to cotangents of `is_grads_batched`, whose vmap has no batching rules."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    y = plan.apply(torch._remove_batch_dim(x, level, 1, x.dim()), context)
+    return torch._add_batch_dim(y, y.dim() - 1, level)
+
+
+# --- asynchronous collectives ---
+
+
+class AsyncState:
+    """State shared by the start and the wait of an asynchronous collective.
+
+    Attributes:
+        pending: Collective under way, from the start to the wait.
+        adjoint: State of the adjoint collective in backward, from the wait to the start.
+        result: Copy of the result, if backward needs it. In backward, the result of an adjoint
+            collective that was not split into a start and a wait.
+    """
+
+    __slots__ = ("adjoint", "pending", "result")
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+        self.adjoint: AsyncState | None = None
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the collective, and return its result."""
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+    def wait_adjoint(
+        self, token: Tensor, adjoint: LinearCollective, context: CheckContext
+    ) -> Tensor:
+        """Return, in backward, the result of the adjoint collective that the wait started."""
+        state, self.adjoint = self.adjoint, None
+        assert state is not None
+        if state.result is not None:
+            return state.result
+        return _Wait.apply(token, adjoint, state, context)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Start(Function):
+    """Start the collective: from the tensor to a token."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
+    ) -> Tensor:
+        state.pending = plan.start(x)
+        return x.new_zeros(())  # 0-d: the shapes of input and result may differ
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.plan, ctx.state, ctx.check = inputs
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        return ctx.state.wait_adjoint(token, ctx.plan.adjoint(), ctx.check), None, None, None
+
+
+class _Wait(Function):
+    """Wait for the collective: from the token to the result."""
+
+    @staticmethod
+    def forward(
+        token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
+    ) -> Tensor:
+        return state.wait()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.plan, ctx.state, ctx.check = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        # Runs first in backward; the backward of _Start waits. Nodes that autograd runs in between
+        # overlap with the adjoint collective.
+        ctx.state.adjoint = adjoint = AsyncState()
+        with ctx.check.backward(cotangent):
+            if is_legacy_batchedtensor(cotangent) or is_transformed():
+                # Such cotangents (is_grads_batched, forward mode) cannot be split: only the
+                # synchronous collective has the rules that they need.
+                adjoint.result = ctx.plan.adjoint().apply(cotangent, ctx.check)
+                token = torch.zeros((), dtype=cotangent.dtype, device=cotangent.device)
+                return token, None, None, None
+            return _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
+
+
+def handle_of_token(
+    token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
+) -> Handle[Tensor]:
+    """Return a handle for a collective that was started, given its token."""
+
+    def finish() -> Tensor:
+        return _Wait.apply(token, plan, state, context)  # type: ignore[no-any-return, no-untyped-call]
+
+    return Handle(finish, plan.name)
+
+
+# --- compiled graphs ---
+
+_plan_classes: dict[str, type[LinearCollective]] = {}
+_custom_ops: dict[str, Callable[[Tensor, list[int], str], Tensor]] = {}
+
+
+def _apply_compiled(plan: LinearCollective, x: Tensor) -> Tensor:
+    return _custom_ops[plan.name](x, plan.as_ints(), plan.group.group_name)
+
+
+def result_like(x: Tensor, plan: LinearCollective) -> Tensor:
+    """Return an uninitialized tensor of the shape of the collective's result."""
+    return x.new_empty((plan.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
+
+
+def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollective:
+    """Return the collective of a custom op, given the integers of `as_ints`."""
+    values = iter(ints)
+    plan_class = _plan_classes[name]
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return plan_class(group, *(_from_ints(values) for _ in plan_class.field_names))
+
+
+def register_plan(plan_class: type[P]) -> type[P]:
+    """Class decorator that defines a custom op, `gradwire::<name>`, for compiled graphs.
+
+    Dynamo does not trace an autograd function with a rule for forward mode. Compiled graphs contain
+    this operator instead, whose backward is the adjoint's operator.
+
+    Place it above `@dataclass`, or use it alone if the plan adds no fields to the base class.
+    `name` must be unique. Checks are not part of the op: the public function runs them.
+    """
+    name = plan_class.name
+    _plan_classes[name] = plan_class
+    names = [field.name for field in fields(plan_class)]
+    plan_class.field_names = tuple(name for name in names if name != "group")
+
+    def run(x: Tensor, ints: list[int], group: str) -> Tensor:
+        return decode_plan(name, ints, group).start(x, blocking=True).wait()
+
+    def fake(x: Tensor, ints: list[int], group: str) -> Tensor:
+        return result_like(x, decode_plan(name, ints, group))
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        _, *ctx.encoded = inputs
+
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        adjoint = decode_plan(name, *ctx.encoded).adjoint()
+        return _apply_compiled(adjoint, cotangent), None, None
+
+    schema = "(Tensor x, int[] ints, str group) -> Tensor"
+    op = torch.library.custom_op(f"gradwire::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=save)
+    _custom_ops[name] = op
+    return plan_class
+
 
 _WILL_EXCHANGE = 1
 """Lowest bit of a mark: set if the rank will exchange signatures after a mismatch.
@@ -82,7 +554,7 @@ class Operation:
         if requested:
             return self._run_agreed(self.signature(), async_op)
         if requested is None:
-            callee: Any = wire.backend_of(self.group, self.front).python or self.group
+            callee: Any = backend_of(self.group, self.front).python or self.group
             if _sends_marks(callee):
                 return self._run_marked(callee, async_op)
         return self._execute(self.front, UNCHECKED, async_op)
@@ -126,7 +598,7 @@ class _Marked(Checked):
     """State of a call with a mark, whose backward has a mark too."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        callee: Any = wire.backend_of(self.group, cotangent).python or self.group
+        callee: Any = backend_of(self.group, cotangent).python or self.group
         if not _sends_marks(callee):
             return nullcontext()
         call = CallSignature(f"backward of {self.call}", None, None)

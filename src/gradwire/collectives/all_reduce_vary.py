@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -17,22 +17,38 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire._torch import nested_forward_mode
-from gradwire.collectives import wire
-from gradwire.collectives.arguments import refuse_split
-from gradwire.collectives.autograd import compiling, graph_is_needed
-from gradwire.collectives.consistency import UNCHECKED, CheckContext
-from gradwire.collectives.handles import Handle
-from gradwire.collectives.linear_collective import (
+from gradwire.collectives import consistency, wire
+from gradwire.collectives.all_to_all_permute import AllToAll
+from gradwire.collectives.backends import Pending, contiguous_copy, done, without_tangent
+from gradwire.collectives.consistency import UNCHECKED, CallSignature, CheckContext, tensor_fields
+from gradwire.collectives.operation import (
+    Async,
     AsyncState,
+    Handle,
     LinearCollective,
+    Operation,
+    Plan,
+    Sync,
+    compiling,
     decode_plan,
+    divided,
+    graph_is_needed,
     handle_of_token,
     register_plan,
     result_like,
 )
-from gradwire.collectives.operation import Plan
-from gradwire.collectives.ops.all_to_all import AllToAll
-from gradwire.collectives.reduce_ops import BITWISE
+from gradwire.collectives.validation import (
+    BITWISE,
+    Op,
+    check_dense,
+    reduction_of,
+    refuse_split,
+    resolve_group,
+)
+from gradwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ReductionCollective(LinearCollective):
@@ -40,12 +56,12 @@ class ReductionCollective(LinearCollective):
 
     average: bool
 
-    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         """Start the sum or the average."""
         return self.start_reduction(x, "avg" if self.average else "sum", blocking)
 
     @abstractmethod
-    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> wire.Pending:
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         """Start with another reduction."""
 
     def full_result(self, y: Tensor) -> Tensor:
@@ -61,7 +77,7 @@ class AllReduce(ReductionCollective):
     average: bool = False
     name = "all_reduce"
 
-    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> wire.Pending:
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         return wire.all_reduce(x, op, self.group, blocking)
 
     def full_result(self, y: Tensor) -> Tensor:
@@ -88,7 +104,7 @@ class NonlinearReduction:
     linear: ReductionCollective
     op: str
 
-    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         """Start, without gradients."""
         return self.linear.start_reduction(x, self.op, blocking)
 
@@ -189,7 +205,7 @@ class _Reduction(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         with nested_forward_mode():
-            x, y = (wire.without_tangent(saved) for saved in ctx.saved_tensors)
+            x, y = (without_tangent(saved) for saved in ctx.saved_tensors)
             local = tangent * ctx.plan.derivative(x, y)
             return ctx.plan.linear.apply(local, ctx.check), None
 
@@ -213,7 +229,7 @@ class _Start(Function):
             state.result = plan.saved(y)
             return y
 
-        state.pending = wire.Pending((), finish)
+        state.pending = Pending((), finish)
         return x.new_zeros(())
 
     @staticmethod
@@ -262,3 +278,163 @@ def _decode(name: str, ints: list[int], op: str, group: str) -> NonlinearReducti
 
 
 _reduced.register_autograd(_backward_reduced, setup_context=_save_reduced)
+
+
+@register_plan
+@dataclass(frozen=True)
+class Invariant(LinearCollective):
+    """Sum or average that all ranks use in the same way, so that backward sends nothing."""
+
+    average: bool = False
+    name = "psum_invariant"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_reduce(x, "avg" if self.average else "sum", self.group, blocking)
+
+    def adjoint(self) -> Vary:
+        return Vary(self.group, self.average)
+
+
+@register_plan
+@dataclass(frozen=True)
+class Vary(LinearCollective):
+    """Identity on a value that is equal on all ranks, and used differently on each."""
+
+    average: bool = False
+    name = "vary"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return divided(self, done(contiguous_copy(x)))
+
+    def adjoint(self) -> Invariant:
+        return Invariant(self.group, self.average)
+
+
+@overload
+def all_reduce(
+    x: Tensor, op: Op = ..., *, invariant: bool = ..., **options: Unpack[Sync]
+) -> Tensor: ...
+@overload
+def all_reduce(
+    x: Tensor, op: Op = ..., *, invariant: bool = ..., **options: Unpack[Async]
+) -> Handle[Tensor]: ...
+def all_reduce(
+    x: Tensor,
+    op: Op = "sum",
+    *,
+    group: ProcessGroup | None = None,
+    invariant: bool = False,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """Reduce the tensors of all ranks, on every rank.
+
+    Args:
+        x: Tensor of the same shape on all ranks, with any strides. Floating-point and complex
+            dtypes are differentiable; integers and booleans can be reduced too.
+        op: "sum", "avg", "max", "min", "product", "band", "bor", "bxor", torch.distributed's
+            ReduceOp of that name. NaN propagates.
+        group: Process group; the default group if None.
+        invariant: True if every rank uses the result in the same way, so that each already has the
+            full cotangent. Backward then sends nothing. For sum and avg only.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
+
+    Returns:
+        The reduction: same shape and dtype as `x`, the same bits on all ranks.
+
+    Adjoint: for sum and avg, the same reduction of the cotangents. For max and min, the summed
+    cotangent, shared equally by the ranks that tie. For product, the summed cotangent times the
+    (conjugate) product of the other ranks' values.
+
+    Raises:
+        ArgumentError: The op is not defined for the dtype, or this rank is not in the group.
+        MismatchError: With checks on, the ranks disagree.
+
+    Example:
+        The objective is the sum of the ranks' losses, so the cotangents of both ranks are summed.
+
+        >>> from gradwire.collectives import all_reduce
+        >>> def main():
+        ...     x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)  # [1.], [2.]
+        ...     y = all_reduce(x)  # [3.], [3.]
+        ...     y.sum().backward()
+        ...     return y.item(), x.grad.item()
+        >>> run_ranks(main, world_size=2)
+        [(3.0, 2.0), (3.0, 2.0)]
+    """
+    group = resolve_group(group)
+    reduction = reduction_of(x, op)
+    if invariant and reduction not in ("sum", "avg"):
+        raise ArgumentError(f"invariant=True with op={op!r}: use it with sum or avg only")
+    average = reduction == "avg"
+    plan: Plan
+    if invariant:
+        plan = Invariant(group, average)
+    else:
+        plan = reduce_with(reduction, AllReduce(group, average))
+    detail = "invariant" if invariant else ""
+    operation = Operation(
+        x,
+        group,
+        lambda: CallSignature("all_reduce", *tensor_fields(x), reduce=reduction, detail=detail),
+        lambda x, peers: plan,
+    )
+    return operation.run(check, async_op)
+
+
+def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
+    """Copy a value that is equal on all ranks, to be used differently by each.
+
+    In tensor parallelism, call this before the column-parallel layer, and
+    `all_reduce(..., invariant=True)` after the row-parallel one.
+
+    Args:
+        x: Tensor with the same values on all ranks. Floating-point or complex.
+        group: Process group; the default group if None.
+        check: True to compare backward with the other ranks; see `checks`.
+
+    Adjoint: the sum of the ranks' cotangents, on every rank.
+
+    Example:
+        >>> from gradwire.collectives import vary
+        >>> def main():
+        ...     x = torch.ones(1, requires_grad=True)
+        ...     (vary(x) * (dist.get_rank() + 1)).sum().backward()
+        ...     return x.grad  # 1 + 2
+        >>> run_ranks(main, world_size=2)
+        [tensor([3.]), tensor([3.])]
+    """
+    group = resolve_group(group)
+    check_dense(x)
+    context = consistency.UNCHECKED
+    if consistency.enabled(check):
+        x, context, _ = consistency.agree(group, x, CallSignature("vary", *tensor_fields(x)))
+    return Vary(group).apply(x, context)
+
+
+def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
+    """Assert that a value is equal on all ranks, and used in the same way; return a copy of it.
+
+    Nothing is sent in either pass. With checks on, the ranks verify the assertion by comparing a
+    hash of the values.
+
+    Args:
+        x: Tensor with the same values on all ranks, of any dtype.
+        group: Process group; the default group if None.
+        check: True to verify the assertion; see `checks`.
+
+    Adjoint: the identity. Every rank's cotangent is taken to be the full one.
+
+    Raises:
+        MismatchError: With checks on, the values differ.
+    """
+    group = resolve_group(group)
+    check_dense(x)
+    if consistency.enabled(check):
+        consistency.agree(
+            group,
+            x,
+            CallSignature("invariant", *tensor_fields(x), detail=consistency.digest(x)),
+        )
+    return x.clone(memory_format=torch.contiguous_format)

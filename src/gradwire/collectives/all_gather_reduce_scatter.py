@@ -12,36 +12,43 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.arguments import (
+from gradwire.collectives.all_reduce_vary import ReductionCollective, reduce_with
+from gradwire.collectives.backends import Pending
+from gradwire.collectives.consistency import (
+    CallSignature,
+    CheckContext,
+    gather_signature,
+    tensor_fields,
+)
+from gradwire.collectives.operation import (
+    Async,
+    Handle,
+    LinearCollective,
+    Operation,
+    Peers,
+    Sync,
+    compiling,
+    concat,
+    divided,
+    eager_apply,
+    graph_is_needed,
+    is_transformed,
+    register_plan,
+    unstack,
+)
+from gradwire.collectives.validation import (
+    Op,
     Sizes,
     check_dense,
     move_back,
     move_to_front,
     piece_sizes,
     pieces_of,
+    reduction_of,
     resolve_group,
     resolve_sizes,
     sizes_of_split,
 )
-from gradwire.collectives.autograd import (
-    compiling,
-    concat,
-    eager_apply,
-    graph_is_needed,
-    is_transformed,
-    unstack,
-)
-from gradwire.collectives.consistency import (
-    CheckContext,
-    gather_signature,
-    tensor_fields,
-)
-from gradwire.collectives.handles import Async, Handle, Sync
-from gradwire.collectives.linear_collective import LinearCollective, divided, register_plan
-from gradwire.collectives.operation import Operation, Peers
-from gradwire.collectives.ops.reductions import ReductionCollective, reduce_with
-from gradwire.collectives.reduce_ops import Op, reduction_of
-from gradwire.collectives.signature import CallSignature
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -57,7 +64,7 @@ class AllGather(LinearCollective):
     average: bool = False
     name = "all_gather"
 
-    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         return divided(self, wire.all_gather(x, self.sizes, self.group, blocking))
 
     def adjoint(self) -> ReduceScatter:
@@ -76,7 +83,7 @@ class ReduceScatter(ReductionCollective):
     average: bool = False
     name = "reduce_scatter"
 
-    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> wire.Pending:
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
 
     def adjoint(self) -> AllGather:

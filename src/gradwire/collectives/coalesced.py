@@ -22,12 +22,12 @@ from torch.nn import Parameter
 
 from gradwire._containers import flatten_one_level
 from gradwire.collectives import wire
-from gradwire.collectives.arguments import check_dense, equal_sizes, resolve_group
-from gradwire.collectives.autograd import concat
-from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
-from gradwire.collectives.ops.all_reduce import all_reduce
-from gradwire.collectives.reduce_ops import Op
-from gradwire.collectives.signature import detailed
+from gradwire.collectives.all_gather_reduce_scatter import all_gather, reduce_scatter
+from gradwire.collectives.all_reduce_vary import all_reduce
+from gradwire.collectives.backends import device_of
+from gradwire.collectives.consistency import detailed
+from gradwire.collectives.operation import concat
+from gradwire.collectives.validation import Op, check_dense, equal_sizes, resolve_group
 from gradwire.errors import ArgumentError
 
 
@@ -153,7 +153,7 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     """
     group = resolve_group(group)
     data = bytearray(pickle.dumps(obj))
-    own = torch.frombuffer(data, dtype=torch.uint8).to(wire.device_of(group))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
     sizes = [count for (count,) in wire.gather_ints([len(own)], group)]
     pieces = wire.all_gather(own, sizes, group, blocking=True).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]

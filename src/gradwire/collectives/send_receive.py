@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
-from gradwire.collectives.arguments import check_dense, resolve_group, root_of
+from gradwire.collectives.backends import Pending, contiguous_copy, done, zeros_like
 from gradwire.collectives.consistency import UNCHECKED
-from gradwire.collectives.linear_collective import LinearCollective, register_plan
+from gradwire.collectives.operation import LinearCollective, register_plan
+from gradwire.collectives.validation import check_dense, resolve_group, root_of
 from gradwire.errors import ArgumentError
 
 
@@ -33,17 +34,17 @@ class SendReceive(LinearCollective):
     source: int | None
     name = "send_recv"
 
-    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         sent = None if self.destination is None else wire.send(x, self.destination, self.group)
         received = None if self.source is None else wire.receive(x, self.source, self.group)
 
         def finish() -> Tensor:
-            result = wire.zeros_like(x) if received is None else received.wait()
+            result = zeros_like(x) if received is None else received.wait()
             if sent is not None:
                 sent.wait()
             return result
 
-        return wire.Pending((), finish)
+        return Pending((), finish)
 
     def adjoint(self) -> SendReceive:
         return SendReceive(self.group, self.source, self.destination)
@@ -55,9 +56,9 @@ class Barrier(LinearCollective):
 
     name = "barrier"
 
-    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         wire.barrier(self.group)
-        return wire.done(wire.contiguous_copy(x))
+        return done(contiguous_copy(x))
 
     def adjoint(self) -> Barrier:
         return self

@@ -1,1 +1,0 @@
-"""Public collectives, and the plans that they make."""
