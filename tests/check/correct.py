@@ -416,7 +416,9 @@ def clipped_by_gradwire() -> Any:
     def clip(bucket: Any) -> None:
         bucket.buffer().clamp_(-0.1, 0.1)
 
-    return train(Ours(Net(), before_reduce=clip), epochs(loader()))
+    model = Ours(Net())
+    model.register_comm_hook(None, gradwire.hooks.wrap(gradwire.hooks.all_reduce, before=clip))
+    return train(model, epochs(loader()))
 
 
 @program

@@ -511,7 +511,7 @@ def test_arguments_unknown_to_this_pytorch_are_refused() -> None:
     newer = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"} - theirs
 
     def main() -> None:
-        for name in [*newer, "bucket_layout"]:
+        for name in [*newer, "check_replicas"]:
             with pytest.raises(TypeError, match=name):
                 DistributedDataParallel(nn.Linear(1, 1), **{name: True})
         with pytest.raises(TypeError, match="arguments"):

@@ -141,53 +141,6 @@ def test_a_group_that_is_replaced(hook):
     run_ranks(main, 3)
 
 
-def test_a_user_defined_bucket_layout():
-    def layout(named):
-        names = [name for name, _ in named]
-        return [[n for n in names if "bias" in n], [n for n in names if "weight" in n]]
-
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_layout=layout)
-        for _ in range(3):
-            check(net)
-            assert [sorted(names) for names in net.reducer.buckets] == [
-                ["0.bias", "2.bias", "3.bias"],
-                ["0.weight", "2.weight", "3.weight"],
-            ]
-
-    run_ranks(main, 2)
-
-
-def test_a_layout_function_gets_no_frozen_parameters():
-    def main():
-        asked = []
-
-        def layout(named):
-            asked.append([name for name, _ in named])
-            return [asked[-1]]
-
-        net = mlp()
-        net[0].requires_grad_(False)
-        DistributedDataParallel(net, bucket_layout=layout)
-        assert asked == [["2.weight", "2.bias", "3.weight", "3.bias"]] * len(asked)
-
-    run_ranks(main, 2)
-
-
-def test_a_layout_that_ranks_disagree_on():
-    def main():
-        reverse = dist.get_rank() == 1
-
-        def layout(named):
-            names = [[name] for name, _ in named]
-            return names[::-1] if reverse else names
-
-        with pytest.raises(MismatchError, match=r"bucket layouts differ.*bucket 0.*bucket_layout"):
-            DistributedDataParallel(mlp(), bucket_layout=layout)
-
-    run_ranks(main, 2)
-
-
 def test_hooks_by_name_and_composed():
     def main():
         net = DistributedDataParallel(mlp())

@@ -81,7 +81,7 @@ def backward_on_two_streams(hook=None):
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     with Streams(module.parameters()) as fake:
         # two buckets: the first one is sent from the hook of a gradient on stream 1
-        net = DistributedDataParallel(module, bucket_layout=lambda named: [[n] for n, _ in named])
+        net = DistributedDataParallel(module, bucket_cap_mb=0)
         net.register_comm_hook(None, hook)
         for _ in range(2):
             fake.log.clear()

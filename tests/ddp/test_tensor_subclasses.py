@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import NotSupportedError
 from gradwire.testing import run_ranks
 
@@ -20,7 +20,6 @@ OPTIONS = [
     {"gradient_as_bucket_view": True},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
 ]
 
 

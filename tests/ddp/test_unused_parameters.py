@@ -215,7 +215,7 @@ def test_static_graph_with_checkpoints_and_no_sync(reentrant, options):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"rebuild_buckets": False}, {"bucket_cap_mb": 0}])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}])
 def test_two_backwards_in_the_first_step_of_a_static_graph(options):
     """The second goes by the first: how often each gradient comes is known by then."""
 
@@ -370,21 +370,18 @@ def test_skip_all_reduce_unused_params():
     assert run_ranks(main, 2) == [True, True]
 
 
-@pytest.mark.parametrize(("asked", "rebuilt"), [(None, False), (True, True)])
-def test_buckets_are_rebuilt_on_request(asked, rebuilt):
-    """PyTorch does not rebuild them where parameters may be unused, and programs rely on it."""
+def test_buckets_are_not_rebuilt_where_parameters_may_be_unused():
+    """As in PyTorch: programs rely on it."""
 
     def main():
         net = nn.ModuleDict({"late": nn.Linear(2, 2), "early": nn.Linear(2, 2)})
         net.forward = lambda x: net["late"](net["early"](x))
-        model = DistributedDataParallel(
-            net, bucket_cap_mb=1e-6, find_unused_parameters=True, rebuild_buckets=asked
-        )
+        model = DistributedDataParallel(net, bucket_cap_mb=1e-6, find_unused_parameters=True)
         planned = model.reducer.buckets
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2))
-        assert model.logging_data().rebuilt == rebuilt
-        assert (model.reducer.buckets == planned) != rebuilt
+        assert not model.logging_data().rebuilt
+        assert model.reducer.buckets == planned
 
     run_ranks(main, 2)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import compat, hooks
-from gradwire.ddp import DistributedDataParallel, MixedPrecision, naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -148,21 +148,21 @@ def test_the_mean_over_samples(options, hook, extra, micro):
 
 
 @pytest.mark.parametrize(
-    "case", ["sparse", "sparse-hook", "reentrant", "checkpoint", "zeros", "finalize", "mixed"]
+    "case", ["sparse", "sparse-hook", "reentrant", "checkpoint", "zeros", "finalize", "smaller"]
 )
 @pytest.mark.narrow(
     {"case": ["sparse", "zeros"], "each_backend": "gloo"},
-    {"case": ["finalize", "mixed"], "each_backend": "shm"},
+    {"case": ["finalize", "smaller"], "each_backend": "shm"},
 )
 def test_weights_with_other_features(case):
     def main():
         reentrant = {"reentrant": True, "checkpoint": False}.get(case)
-        mixed = MixedPrecision(reduce_dtype=torch.bfloat16) if case == "mixed" else None
         module = Net(sparse="sparse" in case, reentrant=reentrant)
-        net = DistributedDataParallel(module, mixed_precision=mixed)
-        net.register_comm_hook(None, hooks.all_reduce if case == "sparse-hook" else None)
+        net = DistributedDataParallel(module)
+        hook = {"sparse-hook": hooks.all_reduce, "smaller": hooks.bf16}.get(case)
+        net.register_comm_hook(None, hook)
         net.require_manual_backward_finalization = case == "finalize"
-        train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "mixed" else 1e-4)
+        train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "smaller" else 1e-4)
 
     run_ranks(main, 2)
 

@@ -35,7 +35,6 @@ class Wrapper:
     hook: str
     sparse: bool
     small_buckets: bool
-    rebuild: bool | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ def make_groups_plan(seed: int) -> GroupsPlan:
             hook=rng.choice(["", "", "one", "chain"]),
             sparse=rng.random() < 0.15,
             small_buckets=rng.random() < 0.5,
-            rebuild=rng.choice([None, None, True, False]),
         )
         for place in places
     )
@@ -135,7 +133,6 @@ def run_plan(plan: GroupsPlan) -> list[str]:
             process_group=made[w.group],
             bucket_cap_mb=cap,
             find_unused_parameters=w.find_unused,
-            rebuild_buckets=w.rebuild,
         )
         if w.hook and not w.sparse:
             nets[i].register_comm_hook(made[w.group], HOOKS[w.hook])

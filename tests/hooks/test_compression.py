@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError
 from gradwire.hooks import host_groups
 from gradwire.hooks.compression import wire as wire_module
@@ -138,7 +138,7 @@ def test_all_ranks_have_the_same_bits(name, world):
     """Buckets rebuilt, branches unused, no_sync, uneven inputs."""
 
     def main():
-        net = wrapped(HOOKS[name](), find_unused_parameters=True, rebuild_buckets=True)
+        net = wrapped(HOOKS[name](), find_unused_parameters=True)
         train(net, range(4), rare=lambda step: step % 2 == 0)
         train(net, range(4, 6), rare=lambda step: (step + dist.get_rank()) % 2 == 0)
         with net.no_sync():
@@ -384,7 +384,7 @@ def test_mixed_dtypes_sparse_and_accumulated_gradients(name):
             net(torch.tensor([step, dist.get_rank()])).sum().backward()
             optimizer.step()
         assert net.module.embedding.weight.grad.is_sparse
-        low = wrapped(HOOKS[name](), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+        low = wrapped(hooks.compress(HOOKS[name](), torch.bfloat16))
         train(low, range(2))
         return [p.tolist() for n in (net, low) for p in n.module.parameters()]
 

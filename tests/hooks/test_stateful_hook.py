@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from gradwire import compat, hooks
-from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -67,13 +67,10 @@ def composed(hook):
     return hooks.wrap(hooks.compress(hook, torch.bfloat16), after=lambda r, _: r * 2)
 
 
-@pytest.mark.narrow({"mixed": True})
-@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("wrap", "factor"), [(lambda hook: hook, 1), (composed, 2)])
-def test_gradients_are_read_by_parse_hook_result(wrap, factor, mixed):
+def test_gradients_are_read_by_parse_hook_result(wrap, factor):
     def main():
-        config = MixedPrecision(reduce_dtype=torch.bfloat16) if mixed else None
-        net = made(wrap(Halving()), mixed_precision=config)
+        net = made(wrap(Halving()))
         return [step(net) for _ in range(3)]
 
     want = [[[1.5 * factor] * 2]] * 3
@@ -164,7 +161,7 @@ def test_the_states_group_is_replaced():
     assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
 
 
-HOOKS = ["bf16", "int8", "low_rank", "power", "wrapped", "function", "precision"]
+HOOKS = ["bf16", "int8", "low_rank", "power", "wrapped", "function"]
 
 
 def register_without_group(net, hook):
@@ -174,15 +171,11 @@ def register_without_group(net, hook):
         net.register_comm_hook(None, hooks.compress(hooks.BlockQuantization(8), torch.bfloat16))
     elif hook == "function":
         net.register_comm_hook(None, hooks.compress(hooks.all_reduce, torch.bfloat16))
-    elif hook != "precision":
+    else:
         net.register_comm_hook(None, hook)
 
 
-def precision_of(hook):
-    return MixedPrecision(reduce_dtype=torch.bfloat16) if hook == "precision" else None
-
-
-@pytest.mark.narrow({"hook": "int8"}, {"hook": "function"}, {"hook": "precision"})
+@pytest.mark.narrow({"hook": "int8"}, {"hook": "function"})
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_without_a_group_runs_in_the_modules_group(hook):
     def main():
@@ -191,7 +184,6 @@ def test_a_hook_without_a_group_runs_in_the_modules_group(hook):
         net = DistributedDataParallel(
             nn.Linear(2, 1, bias=False),
             process_group=halves[rank // 2],
-            mixed_precision=precision_of(hook),
         )
         register_without_group(net, hook)
         found = step(net)
@@ -209,9 +201,7 @@ def test_a_hook_without_a_group_follows_the_module_to_another_group(hook):
     def main():
         rank = dist.get_rank()
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        net = DistributedDataParallel(
-            nn.Linear(2, 1, bias=False), mixed_precision=precision_of(hook)
-        )
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
         register_without_group(net, hook)
         found = step(net)
         net.process_group = halves[rank // 2]

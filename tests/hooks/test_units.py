@@ -10,8 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, MixedPrecision
-from gradwire.errors import ArgumentTypeError, MismatchError
+from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks.hosts import _make
 from gradwire.testing import run_ranks
 
@@ -72,10 +71,10 @@ WEIGHTS = [(1000, 10), (10, 70_000), (None, None), (0.5, 3), (0, 7), (1000, 1000
 """Weights of the ranks in each step."""
 
 
-def train(hook, *, weighted, **options):
+def train(hook, *, weighted):
     """Return reduced gradients of steps with weights, applied by gradwire or by hand."""
     torch.manual_seed(0)
-    net = DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
+    net = DistributedDataParallel(nn.Linear(8, 8, bias=False))
     net.register_comm_hook(*hook())
     rank, found = dist.get_rank(), []
     target = torch.randn(8, 8, generator=torch.Generator().manual_seed(rank))
@@ -105,21 +104,6 @@ def test_weights_do_not_scale_a_hooks_state(names):
     run_ranks(main, 2)
 
 
-def test_weights_with_a_smaller_dtype_for_reduction():
-    """1000 × 100 exceeds the range of float16."""
-
-    def main():
-        mixed = MixedPrecision(reduce_dtype=torch.float16)
-        pairs = zip(
-            train(HOOKS["top_k"], weighted=True, mixed_precision=mixed),
-            train(HOOKS["top_k"], weighted=False, mixed_precision=mixed),
-            strict=True,
-        )
-        return all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in pairs)
-
-    assert run_ranks(main, 2) == [True, True]
-
-
 def test_ranks_that_leave_join_do_not_scale_a_hooks_state():
     """Rank 0 has one batch, half of which is delayed and arrives unscaled in the second step."""
 
@@ -136,45 +120,3 @@ def test_ranks_that_leave_join_do_not_scale_a_hooks_state():
 
     # rank 1 keeps 4 and sends 4 × 2 / 1, while rank 0 sends the 4 that it kept
     assert run_ranks(main, 2) == [[[5.0, 0.0]], [[5.0, 0.0], [0.0, 8.0]]]
-
-
-@pytest.mark.narrow({"hook": "top_k"}, {"hook": None, "reduce_dtype": None})
-@pytest.mark.parametrize("hook", [None, "bf16", "top_k"])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_before_reduce_and_after_reduce_change_gradients(hook, reduce_dtype):
-    def main():
-        seen = []
-
-        def before(bucket):
-            seen.append((bucket.names(), bucket.buffer().tolist(), bucket.buffer().dtype))
-            bucket.gradients()[0].mul_(2)
-
-        def after(bucket):
-            seen.append(bucket.buffer().tolist())
-            bucket.set_buffer(bucket.buffer() + 1)
-
-        net = DistributedDataParallel(
-            nn.Linear(1, 1, bias=False),
-            mixed_precision=MixedPrecision(reduce_dtype=reduce_dtype),
-            before_reduce=before,
-            after_reduce=after,
-        )
-        net.register_comm_hook(None, hook)
-        net.weight(1 + 2 * dist.get_rank())
-        net(torch.tensor([[4.0]])).sum().backward()
-        assert seen[0] == (["weight"], [2.0 + 4.0 * dist.get_rank()], torch.float32)
-        assert seen[1:] == [[8.0]]
-        return net.module.weight.grad.item()
-
-    assert run_ranks(main, 2) == [9.0, 9.0]
-
-
-def test_before_reduce_and_after_reduce_must_be_set_on_every_rank():
-    def main():
-        clips = clip if dist.get_rank() else None
-        with pytest.raises(MismatchError, match="before_reduce"):
-            DistributedDataParallel(nn.Linear(1, 1), before_reduce=clips)
-        with pytest.raises(ArgumentTypeError, match="after_reduce is 3"):
-            DistributedDataParallel(nn.Linear(1, 1), after_reduce=3)
-
-    run_ranks(main, 2)

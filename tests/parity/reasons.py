@@ -5,8 +5,8 @@ from __future__ import annotations
 __all__ = ["PRIVATE"]
 
 PRIVATE = {
-    "test_ddp_native_mixed_precision_ignored_params": "reads `_mp_param`, a private attribute that "
-    "PyTorch's class gives to parameters",
+    "test_ddp_native_mixed_precision_ignored_params": "passes `mixed_precision`, which is refused: "
+    "autocast, and the hook `bf16`",
     "test_ddp_logging_data_cpu": "counts the logger's samples and reads its environment fields",
     "test_ddp_profiling_torch_profiler": "looks for an event inside the C++ reducer, "
     "`search_unused_parameters`; the collectives' events, checked before, are there",

@@ -70,9 +70,8 @@ class Model:
     def hooked(self) -> bool:
         """True if the program's own hook replaces the mean of gradients."""
         wrapper = self.wrapper
-        hooks = (getattr(wrapper, "_comm_hooks", None), getattr(wrapper, "_hook", None))
-        changes = ("_before_reduce", "_after_reduce")
-        return any(hooks) or any(getattr(wrapper, name, None) is not None for name in changes)
+        ours = getattr(wrapper, "_comm_hook", None)
+        return bool(getattr(wrapper, "_comm_hooks", None) or getattr(ours, "hook", None))
 
 
 class Training:

@@ -36,7 +36,7 @@ from gradwire.compat.error_messages import (
 )
 from gradwire.compat.replacements import Replacement
 from gradwire.ddp import WeakHook
-from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError, ReductionError
+from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 
 BROADCAST_BYTES = 250 << 20
 
@@ -223,11 +223,6 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Prepare a forward, for `replicate`, which runs the module itself."""
-        if self._reduced.precision is not None:
-            raise NotSupportedError(
-                "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
-                "DistributedDataParallel"
-            )
         self._began = self._before(self._syncing())
         if self.device is None:
             return inputs, kwargs

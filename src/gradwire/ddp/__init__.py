@@ -1,4 +1,4 @@
-"""Data parallelism over processes: DistributedDataParallel, the reducer, coalesced broadcast."""
+"""Data parallelism over processes: DistributedDataParallel, coalesced broadcast, SyncBatchNorm."""
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buckets.hook_state import Layout as Layout
@@ -14,10 +14,8 @@ from gradwire.ddp.faults.waiting import wait_future as wait_future
 from gradwire.ddp.faults.waiting import wait_work as wait_work
 from gradwire.ddp.group import broadcast_options as broadcast_options
 from gradwire.ddp.hook_handles import WeakHook as WeakHook
-from gradwire.ddp.options import ReducerOptions
-from gradwire.ddp.precision import MixedPrecision
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
-from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.reducer.reducer import Reducer as Reducer
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import describe as describe
 from gradwire.ddp.verify import digest as digest
@@ -28,9 +26,6 @@ __all__ = [
     "BucketLog",
     "DistributedDataParallel",
     "LoggingData",
-    "MixedPrecision",
-    "Reducer",
-    "ReducerOptions",
     "SyncBatchNorm",
     "broadcast_coalesced",
 ]

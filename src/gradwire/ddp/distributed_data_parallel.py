@@ -24,18 +24,18 @@ from gradwire.ddp.arguments import (
     resolve_device,
     resolve_group,
 )
-from gradwire.ddp.buckets.assignment import BUCKET_BYTES, check_layout
+from gradwire.ddp.buckets.assignment import BUCKET_BYTES
 from gradwire.ddp.buckets.hook_state import has_state, load_state, save_state
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
-from gradwire.ddp.options import BucketLayout, ReducerOptions
+from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
-from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducedModule
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.registered_hook import Change, RegisteredHook
+from gradwire.ddp.registered_hook import RegisteredHook
+from gradwire.errors import NotSupportedError
 from gradwire.hooks import CommHook, StatefulHook
 
 SMALLEST_PIECE_BYTES = 1 << 20
@@ -79,7 +79,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             others.
         param_to_hook_all_reduce: Parameter of the module, required with
             `delay_all_reduce_named_params` as in PyTorch, and otherwise ignored.
-        mixed_precision: `gradwire.ddp.MixedPrecision`, or PyTorch's class with the same fields.
+        mixed_precision: None; accepted for compatibility with PyTorch.
         device_mesh: One-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: If True, with `find_unused_parameters`, nothing is sent for
             unused buckets, which must be the same on every rank.
@@ -89,11 +89,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             always start with rank 0's values.
         lazy_bucket_allocation: If True, a bucket's memory is allocated when its first gradient
             arrives, and released after backward, so that the next forward can use it.
-        bucket_layout: Function from names and parameters to the names in each bucket, in launch
-            order; the same on every rank. Caps are then ignored.
-        rebuild_buckets: If True, buckets are reassigned after the first backward, in the order in
-            which gradients became ready on rank 0. None for PyTorch's rule: True with
-            `static_graph` or without `find_unused_parameters`.
         sync_buffers_in_eval: If True, the first forward after a training forward synchronizes
             buffers even without gradients, as in PyTorch, so that all ranks evaluate with rank 0's
             statistics. If False, a forward without gradients sends nothing and uses this rank's
@@ -104,11 +99,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             `gradwire.hooks`, and for never with another hook, which may let replicas differ. The
             digest is that of the step's first forward. Buffers are not compared: ranks take rank
             0's buffers or keep their own.
-        before_reduce: Function that changes the local gradients of a `gradwire.hooks.GradBucket`
-            in place, before they are cast, compressed and reduced; given on every rank or on none.
-            The gradients are already weighted, see `weight`.
-        after_reduce: Function that changes the reduced gradients of a bucket in place, in the same
-            way on every rank.
 
     Attributes:
         module: Wrapped module.
@@ -120,7 +110,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         ArgumentTypeError: `module` is not a module, or `process_group` is not a group.
         MismatchError: The ranks' models differ. Raised on every rank with the name of the
             parameter.
-        NotSupportedError: A parameter's `grad_dtype` is not its dtype.
+        NotSupportedError: A parameter's `grad_dtype` is not its dtype, or `mixed_precision` is
+            given.
 
     Example:
         Each rank has its own input; both have the mean of the gradients.
@@ -160,13 +151,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        bucket_layout: BucketLayout | None = None,
-        rebuild_buckets: bool | None = None,
         sync_buffers_in_eval: bool = True,
         check_replicas: int | None = None,
-        before_reduce: Change | None = None,
-        after_reduce: Change | None = None,
     ) -> None:
+        if mixed_precision is not None:
+            raise NotSupportedError(
+                f"mixed_precision is {mixed_precision!r}: run forward under torch.autocast, and "
+                'communicate in a smaller dtype by register_comm_hook(None, "bf16")'
+            )
         group = resolve_group(process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = check_module(module, ignored)
@@ -177,16 +169,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=static_graph,
             skip_unused=skip_all_reduce_unused_params,
             delayed=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
-            bucket_layout=bucket_layout,
-            rebuild=rebuild_buckets,
             lazy=lazy_bucket_allocation,
         )
-        check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module, self.parameters_to_ignore = module, ignored
         self.dim, self.device = dim, resolve_device(named, device_ids, output_device)
-        self.mixed_precision = resolve_precision(mixed_precision)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -195,12 +183,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_bytes_cap = max(SMALLEST_PIECE_BYTES, (options.caps or [BUCKET_BYTES])[-1])
         self._buffers_synced = Buffers(module, ignored)
         self._uneven: UnevenInputs | None = None
-        self._comm_hook = RegisteredHook(before_reduce, after_reduce)
+        self._comm_hook = RegisteredHook()
         agreed = {"broadcast_buffers": self.broadcast_buffers, "check_replicas": check_replicas}
         agreed["sync_buffers_in_eval"] = sync_buffers_in_eval
         every = check_interval(check_replicas)
         self._reduced = ReducedModule(
-            module, group, ignored, self.mixed_precision, options, self._comm_hook, every, agreed
+            module, group, ignored, options, self._comm_hook, every, agreed
         )
         if init_sync:
             buffers = self._buffers_synced.named() if at_start else {}
@@ -238,17 +226,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @compile_callees_only
     def _call(self, inputs: Any, kwargs: Any) -> Any:
-        """Call the module with inputs on its device and in its dtype."""
+        """Call the module with inputs on its device."""
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
         outer = TORCHS_DDP._active_ddp_module
         TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
         try:
-            if (precision := self._reduced.precision) is None:
-                return _call(self.module, inputs, kwargs)
-            inputs, kwargs = precision.inputs((inputs, kwargs))
-            with precision.forward():
-                return _call(self.module, inputs, kwargs)
+            return _call(self.module, inputs, kwargs)
         finally:
             TORCHS_DDP._active_ddp_module = outer
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from torch.nn import Parameter
-
-BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
-"""Function from named parameters to the names in each bucket, in launch order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +24,9 @@ class ReducerOptions:
             rank.
         sparse: Names of the parameters whose gradients are sparse.
         delayed: Names of parameters that are sent together, after all others.
-        bucket_layout: Function from the parameters to the names in each bucket, in launch order;
-            the same on every rank. Caps are then ignored, and buckets are not rebuilt.
         lazy: If True, a bucket's memory is allocated when its first gradient arrives, and released
             after the backward unless gradients are stored in it.
         manual_finalization: If True, `Reducer.finalize` ends a backward.
-        rebuild: If True, buckets are reassigned after the first backward, in the order in which
-            gradients became ready on rank 0. None for True with `static_graph` or without
-            `find_unused_parameters`, where every backward uses the same parameters.
     """
 
     caps: Sequence[int] | None = None
@@ -46,17 +36,13 @@ class ReducerOptions:
     skip_unused: bool = False
     sparse: Collection[str] = ()
     delayed: Collection[str] = ()
-    bucket_layout: BucketLayout | None = None
     lazy: bool = False
     manual_finalization: bool = False
-    rebuild: bool | None = None
 
     @property
     def rebuilds(self) -> bool:
-        """True if buckets are reassigned after the first backward."""
-        if self.rebuild is None:
-            return self.static_graph or not self.find_unused_parameters
-        return self.rebuild
+        """True if buckets are reassigned after the first backward, in rank 0's order."""
+        return self.static_graph or not self.find_unused_parameters  # the same parameters each time
 
     def agreed(self) -> list[tuple[str, str]]:
         """Return the options that determine the messages, in the format of `verify_same`."""
@@ -64,7 +50,6 @@ class ReducerOptions:
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_unused,
-            "rebuild_buckets": self.rebuild,
             "delay_all_reduce_named_params": sorted(self.delayed),
         }
         return [(name, f"an argument, {value!r}") for name, value in given.items()]

@@ -14,11 +14,9 @@ from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.arguments import ParameterCheck, check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_values
-from gradwire.ddp.buckets.assignment import names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, rekey
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.options import ReducerOptions
-from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.registered_hook import RegisteredHook
 from gradwire.ddp.verify import Replicas, describe, verify_same
@@ -26,10 +24,9 @@ from gradwire.errors import ReductionError
 from gradwire.hooks import group_from, name_if_group
 
 Reword = Callable[[ReductionError], ReductionError | None]
-NOT_PICKLED = ("named", "reducer", "precision", "_parameter_check", "_replicas", "_reword")
+NOT_PICKLED = ("named", "reducer", "_parameter_check", "_replicas", "_reword")
 """Attributes recreated for the parameters of a copy."""
 REPLICAS_CHECKED_EVERY = 100
-LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
 
 
 class ReducedModule:
@@ -42,7 +39,6 @@ class ReducedModule:
         module: Wrapped module.
         group: Process group.
         ignored: Names of parameters that are not reduced.
-        mixed_precision: Dtypes of forward and reduction; None for those of the parameters.
         options: Options of the reducer.
         hook: Communication hook.
         check_replicas: Argument of `DistributedDataParallel`.
@@ -53,26 +49,23 @@ class ReducedModule:
         group: Process group.
         named: Names and parameters that are not ignored.
         reducer: Reducer of the parameters.
-        precision: Casts to the dtypes of mixed precision, or None.
     """
 
     named: list[tuple[str, Parameter]]
     reducer: Reducer
-    precision: Precision | None
 
     def __init__(
         self,
         module: nn.Module,
         group: ProcessGroup,
         ignored: set[str],
-        mixed_precision: MixedPrecision | None,
         options: ReducerOptions,
         hook: RegisteredHook,
         check_replicas: int | None,
         agreed: Mapping[str, object],
     ) -> None:
         self.module, self.group, self._ignored = module, group, ignored
-        self._mixed_precision, self._options, self._hook = mixed_precision, options, hook
+        self._options, self._hook = options, hook
         self._check_replicas, self._agreed = check_replicas, agreed
         self._reword: Reword | None = None
 
@@ -82,15 +75,9 @@ class ReducedModule:
 
         The hook's state is converted from the layout of the previous buckets.
         """
-        config, ignored = self._mixed_precision, self._ignored
-        self.precision = None if config is None else Precision(self.module, config, ignored)
-        named = self.named = check_module(self.module, ignored)
+        named = self.named = check_module(self.module, self._ignored)
         reduced = [(n, p) for n, p in named if p.requires_grad]
-        if (layout := self._options.bucket_layout) is not None:
-            buckets = enumerate(names_by_bucket(layout, reduced))
-            own = [(f"bucket {i}", ", ".join(names)) for i, names in buckets]
-            verify_same(self.group, own, "bucket layouts", LAYOUT_REMEDY)
-        self._parameter_check = ParameterCheck(self.module, named, ignored)
+        self._parameter_check = ParameterCheck(self.module, named, self._ignored)
         options = replace(self._options, sparse=sparse_names(self.module))
         self.reducer = Reducer(reduced, self.group, options)
         if self._reword is not None:
@@ -102,7 +89,7 @@ class ReducedModule:
 
     def apply_hook(self) -> None:
         """Let the reducer use the registered hook from the next forward on."""
-        hook = self._hook.combined(self.precision)
+        hook = self._hook.hook
         if hook is not None or self.reducer.has_hook:
             self.reducer.register_comm_hook(self._hook.state, hook)
         self._set_replica_interval()
@@ -144,7 +131,7 @@ class ReducedModule:
         """Verify that the ranks' models match, and take rank 0's values."""
         FaultDomain.of(self.group).before_others()
         own = [(name, f"an argument, {value!r}") for name, value in self._agreed.items()]
-        arguments = [*self._options.agreed(), *own, *self._hook.agreed()]
+        arguments = [*self._options.agreed(), *own]
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         verify_same(self.group, arguments + both)
         broadcast_values(self.group, [*named, *buffers.items()])

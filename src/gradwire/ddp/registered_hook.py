@@ -1,19 +1,14 @@
-"""Communication hook that a module's user has registered, with what is done before and after it."""
+"""Communication hook that a module's user has registered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp.precision import Precision
 from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import (
     CommHook,
-    GradBucket,
     StatefulHook,
     all_reduce,
     bf16,
@@ -22,34 +17,18 @@ from gradwire.hooks import (
     get_hook,
     group_from,
     name_if_group,
-    with_buffer,
-    wrap,
 )
-
-Change = Callable[[GradBucket], None]
-"""Function that changes a bucket's gradients in place."""
 
 
 class RegisteredHook:
     """Communication hook with its state. Copies refer to the same process groups, by name.
 
-    Args:
-        before: Function that changes local gradients before they are reduced.
-        after: Function that changes reduced gradients.
-
     Attributes:
         hook: Communication hook; None for the mean.
         state: First argument of the hook.
-
-    Raises:
-        ArgumentTypeError: A function is not callable.
     """
 
-    def __init__(self, before: Change | None, after: Change | None) -> None:
-        for change, name in ((before, "before_reduce"), (after, "after_reduce")):
-            if change is not None and not callable(change):
-                raise ArgumentTypeError(f"{name} is {change!r}: pass a function of a GradBucket")
-        self._before, self._after = before, after
+    def __init__(self) -> None:
         self.hook: CommHook | StatefulHook[Any] | None = None
         self.state: Any = None
 
@@ -70,14 +49,6 @@ class RegisteredHook:
         if not isinstance(self.hook, StatefulHook):  # has its own state
             self.state = state
 
-    def combined(self, precision: Precision | None) -> CommHook | StatefulHook[Any] | None:
-        """Return the hook with what surrounds it; None for the mean in the original dtype."""
-        hook = self.hook if precision is None else precision.hook(self.hook)
-        if self._before is None and self._after is None:
-            return hook
-        changed = None if self._after is None else partial(_change_result, self._after)
-        return wrap(hook or all_reduce, before=self._before, after=changed)
-
     def averages(self, state: Any, group: ProcessGroup) -> bool:
         """Return True if all ranks are known to receive the same gradients.
 
@@ -93,11 +64,6 @@ class RegisteredHook:
         )
         return averages and (other is group or not isinstance(other, ProcessGroup))
 
-    def agreed(self) -> list[tuple[str, str]]:
-        """Return the arguments that are given on all ranks or on none, for `verify_same`."""
-        changes = {"before_reduce": self._before, "after_reduce": self._after}
-        return [(n, f"an argument, {f and 'given'}") for n, f in changes.items()]
-
     def __getstate__(self) -> dict[str, Any]:
         # the states of PyTorch's hooks do not copy their group: a copy has the default group
         group = name_if_group(getattr(self.state, "process_group", None))
@@ -109,9 +75,3 @@ class RegisteredHook:
         self.state = group_from(self.state)
         if getattr(self.state, "process_group", group) is not group:
             self.state.process_group = group
-
-
-def _change_result(change: Change, reduced: Tensor, bucket: GradBucket) -> Tensor:
-    result = with_buffer(bucket, reduced)
-    change(result)
-    return result.buffer()

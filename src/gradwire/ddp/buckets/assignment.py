@@ -18,8 +18,8 @@ from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.ddp.buckets.unpacked import InPlaceBucket, SparseBucket
-from gradwire.ddp.options import BucketLayout, ReducerOptions
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.ddp.options import ReducerOptions
+from gradwire.errors import ArgumentError
 from gradwire.shm import shares_memory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class BucketAssigner:
         self.group, self.options, self._extra_numel = group, options, extra_numel
         self._sparse = {i for i, name in enumerate(self.names) if name in options.sparse}
         self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
-        self.layout: Sequence[Sequence[int]] | None = check_layout(options.bucket_layout, named)
+        self.layout: Sequence[Sequence[int]] | None = None
         self.counts: Mapping[int, int] = {}
         self.ownership = Ownership()
         # The current strides are the same on all ranks: their models have just been compared.
@@ -196,50 +196,29 @@ def _without_values(parameter: Parameter) -> Tensor:
     return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
 
-def names_by_bucket(
-    layout: BucketLayout, named: Sequence[tuple[str, Parameter]]
-) -> list[list[str]]:
-    """Return the result of the user's layout function.
-
-    Raises:
-        ArgumentTypeError: `layout` is not a function, or does not return lists of names.
-    """
-    returned = layout(named) if callable(layout) else None
-    if not isinstance(returned, Sequence) or isinstance(returned, str):
-        raise ArgumentTypeError(
-            f"bucket_layout is {layout!r}, and returned {returned!r}: pass a function that takes "
-            "a list of names and parameters and returns a list of lists of names"
-        )
-    return [list(names) for names in returned]
-
-
 def check_layout(
-    layout: BucketLayout | None, named: Sequence[tuple[str, Parameter]]
-) -> list[list[int]] | None:
-    """Return the user's layout as parameter indices.
+    buckets: Sequence[Sequence[str]], named: Sequence[tuple[str, Parameter]]
+) -> list[list[int]]:
+    """Return a saved layout as parameter indices.
 
     Raises:
-        ArgumentTypeError: `layout` is not a function, or does not return lists of names.
         ArgumentError: A parameter is unknown, in no bucket or in two, or a bucket is empty or mixes
             dtypes or devices.
     """
-    if layout is None:
-        return None
     number = {name: i for i, (name, _) in enumerate(named)}
-    buckets = names_by_bucket(layout, named)
     flat = [name for names in buckets for name in names]
-    for problem, names in (
+    for problem, wrong in (
         ("unknown parameters", [n for n in flat if n not in number]),
         ("two buckets for", sorted({n for n in flat if flat.count(n) > 1})),
         ("no bucket for", [n for n in number if n not in flat]),
     ):
-        if names:
-            raise ArgumentError(f"bucket_layout gives {problem}: {names}")
+        if wrong:
+            raise ArgumentError(f"the saved buckets have {problem}: {wrong}")
     for k, names in enumerate(buckets):
         kinds = {(p.dtype, p.device) for p in (named[number[n]][1] for n in names)}
         if len(kinds) != 1:
             raise ArgumentError(
-                f"bucket_layout's bucket {k} ({names}) holds {sorted(map(str, kinds)) or 'nothing'}"
+                f"saved bucket {k} ({names}) holds {sorted(map(str, kinds)) or 'nothing'}"
                 ": a bucket has one dtype and device"
             )
     return [[number[n] for n in names] for names in buckets]

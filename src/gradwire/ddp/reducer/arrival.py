@@ -5,7 +5,6 @@ The hot path is `on_gradient`, which runs once per parameter.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,12 +20,9 @@ from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.backward import Backward
-from gradwire.ddp.reducer.bypasses import rpc_context_error
 from gradwire.ddp.reducer.finalize import on_end
 from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_order
 from gradwire.errors import NotSupportedError, ReductionError
-
-logger = logging.getLogger(__name__)
 
 # module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
@@ -250,9 +246,6 @@ def _check_may_begin(backward: Backward) -> None:
         backward.raise_not_finalized()
     backward.domain.report_interrupted()
     backward.domain.poll_known(backward)
-    if (error := rpc_context_error()) is not None:  # the forward ran outside of the context
-        logger.error("%s", error)  # torch.distributed.autograd only reports "python_error"
-        backward.domain.fail(error)
     if in_compiled_autograd():  # does not run callbacks at the end of a backward
         backward.domain.fail(
             NotSupportedError(

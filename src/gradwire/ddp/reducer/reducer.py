@@ -29,7 +29,7 @@ from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer.arrival import expect, expect_local, expect_nested, on_gradient
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.bookkeeping import ReplicaSums
-from gradwire.ddp.reducer.bypasses import has_new_hooks, rpc_context_error
+from gradwire.ddp.reducer.bypasses import has_new_hooks
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.launch_order import check_over
 from gradwire.ddp.reducer.log import LoggingData
@@ -159,7 +159,7 @@ class Reducer:
             ArgumentError: The names do not match the parameters.
         """
         assigner = self._backward.assigner
-        assigner.layout = check_layout(lambda _: names, self._named)
+        assigner.layout = check_layout(names, self._named)
         self._backward.reassign_buckets(assigner.first_order())
 
     @runs_outside_contexts
@@ -183,10 +183,7 @@ class Reducer:
             ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
-            NotSupportedError: The call is inside a context of `torch.distributed.autograd`.
         """
-        if (error := rpc_context_error()) is not None:
-            raise error
         backward = self._backward
         if not recovered:
             backward.raise_if_unfinished()
