@@ -168,7 +168,7 @@ def member(site: Site, data: Tensor, held_out: Tensor) -> None:
                             train_batch(net, inner, data[ids[first : first + BATCH]])
             computed = time.monotonic()
             step.reduce()
-            shards = [shard.first for shard in run.shards()]
+            shards = [shard.first for shard in run._steps.dealt]
             site.note("reduced", step=step.number, generation=run.generation, shards=shards)
             step.commit(outer)
             site.note(

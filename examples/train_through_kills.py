@@ -58,7 +58,7 @@ def train(steps: int, log: Path | None = None, store: Store | None = None) -> st
             if log is not None:
                 time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
             step.commit(optimizer)
-        write(log, step=step.number, epoch=run.epoch, size=run.size)
+        write(log, step=step.number, generation=run.generation, size=run.size)
     data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(data).hexdigest()
 
@@ -83,7 +83,7 @@ class Killer:
         self.kills = 0
         self._log, self._steps = log, steps
         self._ended = threading.Event()
-        self._epoch, self._step = 0, -1
+        self._generation, self._step = 0, -1
         self._members: set[int] = set()
         self._next = time.monotonic()
         self._thread = threading.Thread(target=self._run)
@@ -111,11 +111,11 @@ class Killer:
         if "digest" in message:
             self.digests.add(message["digest"])
             return
-        if message["epoch"] > self._epoch:
-            self._epoch, self._members = message["epoch"], set()
+        if message["generation"] > self._generation:
+            self._generation, self._members = message["generation"], set()
             self._next = time.monotonic() + random.uniform(*SECONDS_BETWEEN_KILLS)
             print(f"step {message['step']:>4}  {message['size']} processes", flush=True)
-        if message["epoch"] == self._epoch:
+        if message["generation"] == self._generation:
             self._members.add(message["pid"])
         self._step = max(self._step, message["step"])
 
@@ -129,7 +129,7 @@ class Killer:
             os.kill(victim, signal.SIGKILL)
             self.kills += 1
             print(f"step {self._step:>4}  SIGKILL to process {victim}", flush=True)
-        self._members = set()  # until the next epoch
+        self._members = set()  # until the next generation
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ def _member(backend: str, committed: Callable[[int], None]) -> None:
             for shard in step.shards:
                 step.backward(net(x[step.sample_ids(shard)]).square().mean())
             step.commit(optimizer)
-        committed(run.version)
+        committed(run.committed_steps)
 
 
 def _torchrun_worker(checkpoint: Path, committed: Callable[[int], None]) -> None:

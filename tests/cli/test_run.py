@@ -303,7 +303,7 @@ def test_elastic_members_are_supervised(command, environment, tmp_path):
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     (dumps / "rank_5").write_text("of an earlier run")
-    options = ("--elastic", "--standalone", "--nproc-per-node", "2", "--recorder", str(dumps))
+    options = ("--elastic", "--nproc-per-node", "2", "--recorder", str(dumps))
     code, out, _ = command("-m", "gradwire", "run", *options, str(program), "x").end()
     assert code == 0
     assert out.count("hello x") == 2

@@ -51,7 +51,7 @@ def draws(dealt: list[elastic.Shard], **options: Any) -> Draws:
     loader = elastic.ShardLoader(run, Drawing(), **options)
     found: Draws = {}
     for step in run.steps(2, samples=64, batch=16):
-        run.shards = lambda: dealt  # type: ignore[method-assign]
+        own, run._steps.dealt = run._steps.dealt, dealt
         for shard in dealt * 2:
             run._steps.begin_shard(shard)
             batch = [values.tolist() for values in loader[step, shard]]
@@ -59,7 +59,7 @@ def draws(dealt: list[elastic.Shard], **options: Any) -> Draws:
             assert batch[0] == [i + offset for i in step.sample_ids(shard)]
             one = (batch, torch.rand(()).item())
             assert found.setdefault((step.number, shard.first), one) == one
-        del run.shards
+        run._steps.dealt = own
         with step:
             for _ in step.shards:
                 step.backward(model(torch.ones(1, 1)).sum())
@@ -115,7 +115,7 @@ def test_a_worker_sees_the_dataset() -> None:
     loader = elastic.ShardLoader(run, dataset, **options)
     step = next(run.steps(1, samples=64, batch=16))
     assert loader[step, SHARDS[0]][0].tolist() == [i + 100.0 for i in step.sample_ids(SHARDS[0])]
-    run.close()
+    run._runtime.stop()
 
 
 def test_numpy_may_be_barred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_after_an_error_of_the_dataset_batches_are_those_that_are_asked_for() ->
         loader[step, SHARDS[0]]
     for shard in SHARDS[1:]:
         assert loader[step, shard][0].tolist() == step.sample_ids(shard)
-    run.close()
+    run._runtime.stop()
 
 
 class Endless(IterableDataset[Any]):
@@ -162,4 +162,4 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         elastic.ShardLoader(run, Endless())
     with pytest.raises(ArgumentError, match="in_order is False"):
         elastic.ShardLoader(run, Drawing(), in_order=False)
-    run.close()
+    run._runtime.stop()

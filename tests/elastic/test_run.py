@@ -228,7 +228,7 @@ def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Pa
     run.keep(model=net())
     with pytest.raises(ArgumentError, match="is not a checkpoint"):
         run.load(tmp_path)
-    run.close()
+    run._runtime.stop()
 
 
 def test_a_loader_fetches_what_the_run_deals(store: dist.Store) -> None:
@@ -251,16 +251,16 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
     run = join(store, shards=4)
     model = net()
     run.keep(model=model)
-    dealt = [run.shards(), [elastic.Shard(2, 3), elastic.Shard(3, 4)], [elastic.Shard(0, 1)]]
+    dealt = [run._steps.dealt, [elastic.Shard(2, 3), elastic.Shard(3, 4)], [elastic.Shard(0, 1)]]
     before = set(multiprocessing.active_children())
     loader = elastic.ShardLoader(run, X, num_workers=2)
     for step in run.steps(3, samples=len(X), batch=16):
         with step:
             now = dealt[step.number]
-            run.shards = lambda now=now: now  # type: ignore[method-assign]
+            run._steps.dealt = now
             for shard in now:
                 assert torch.equal(loader[step, shard], X[step.sample_ids(shard)])
-            del run.shards
+            run._steps.dealt = dealt[0]
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).mean())
             step.commit()
@@ -466,7 +466,7 @@ def test_local_sgd_refuses_the_group_of_a_generation(store: dist.Store) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(NotSupportedError, match="group is the group of an elastic run"):
         LocalSGD(optimizer, model.named_parameters(), every=2, group=run.group)
-    run.close()
+    run._runtime.stop()
 
 
 class History:
@@ -490,19 +490,17 @@ class History:
 def test_members_share_a_validation_and_stop_by_it(
     store: dist.Store, reproducible: bool, backend: str
 ) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return self.inner(x) * self.calls
+    def validate(run: elastic.Run, model: nn.Module) -> list[float]:
+        parts = [range(5), range(64), [3]]
+        losses = torch.zeros(len(parts))
+        for i in range(run.rank, len(parts), run.size):
+            losses[i] = model(X[parts[i]]).square().mean().detach()
+        dist.all_reduce(losses, group=run.group)
+        return losses.tolist()
 
     def member(name: str, members: int, lost_at: int) -> tuple[Any, ...]:
         run = join(store, members=members, name=name, reproducible=reproducible, backend=backend)
-        model: nn.Module = Counting()
+        model = inner = net()
         if not reproducible:
             model = DistributedDataParallel(model, process_group=run.group)
         optimizer, history = torch.optim.SGD(model.parameters(), lr=0.05), History()
@@ -511,9 +509,7 @@ def test_members_share_a_validation_and_stop_by_it(
             run._runtime._pass_barrier = losing(run, at=lost_at)  # type: ignore[method-assign]
         for step in run.steps(50, samples=len(X), batch=16):
             with step:
-                history.losses[step.number] = step.map(
-                    lambda part: float(model(X[part]).square().mean()), [range(5), range(64), [3]]
-                )
+                history.losses[step.number] = validate(run, inner)
                 if step.number == 3:
                     run.stop()
                 for shard in step.shards:
@@ -571,11 +567,11 @@ def test_another_version_of_torch_is_refused(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, here = join(store), torch.__version__
-    join(store).close()
+    join(store)._runtime.stop()
     monkeypatch.setattr(torch, "__version__", "9.9.0")
     with pytest.raises(NotSupportedError) as raised:
         join(store)
-    run.close()
+    run._runtime.stop()
     assert f"torch {here} and" in str(raised.value)
     assert "torch 9.9.0 and" in str(raised.value)
 
@@ -598,10 +594,10 @@ def test_mistakes_are_named(store: dist.Store) -> None:
         elastic.join()
     with pytest.raises(ArgumentError, match="backend is 'mpi'"):
         join(store, backend="mpi")
-    with pytest.raises(ArgumentTypeError, match="heartbeat is 3"):
-        join(store, heartbeat=3)
-    with pytest.raises(ArgumentError, match="at least 3 heartbeats"):
-        join(store, heartbeat=timedelta(seconds=4))
+    with pytest.raises(ArgumentTypeError, match="silence is 3"):
+        join(store, silence=3)
+    with pytest.raises(ArgumentError, match="pass at least 3 signs of life"):
+        join(store, silence=timedelta(seconds=0.2))
     run = join(store)
     with pytest.raises(ArgumentError, match=r"run.keep got no model"):
         next(run.steps(1))
@@ -611,7 +607,7 @@ def test_mistakes_are_named(store: dist.Store) -> None:
     run.keep(model=model)
     (step,) = [step for step, _ in zip(run.steps(1), range(1), strict=False)]
     del step
-    run.close()
+    run._runtime.stop()
 
 
 @pytest.mark.parametrize(
@@ -650,27 +646,6 @@ def test_sparse_gradients_are_guarded(store: dist.Store, factor: float) -> None:
                 step.commit()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        (lambda step, model: step.map(Path, ["here"]), "a result of step.map has a .*Path"),
-        (lambda step, model: step.map(model.weight.fill_, [1.0]), "'model.weight' was written"),
-        (lambda step, model: [next(step.shards), step.map(float, [1])], "before iterating over"),
-    ],
-)
-def test_mistakes_with_map(
-    store: dist.Store, mistake: Callable[[elastic.Step, nn.Module], object], message: str
-) -> None:
-    run, model = join(store), nn.Linear(1, 1)
-    run.keep(model=model)
-    step = next(steps := run.steps(1))
-    with pytest.raises(ReductionError, match="call it within `with step:`"):
-        step.map(float, [1])
-    with pytest.raises((NotSupportedError, ReductionError), match=message), step:
-        mistake(step, model)
-    del steps
-
-
 def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
     run = join(store)
     model = nn.Embedding(4, 2, sparse=True)
@@ -683,19 +658,14 @@ def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
         step.committed = True
 
 
-@pytest.mark.parametrize("alone", ["map", pytest.param("barrier", marks=pytest.mark.wide)])
-def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(
-    store: dist.Store, alone: str
-) -> None:
+def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(store: dist.Store) -> None:
     def member(calls: bool) -> None:
         run = elastic.join(store, members=2, backend="gloo", timeout=timedelta(seconds=1))
         model = net()
         run.keep(model=model)
         for step in run.steps(4, samples=len(X), batch=16):
             with step:
-                if calls and step.number == 2 and alone == "map":
-                    step.map(float, [1, 2])
-                elif calls and step.number == 2:
+                if calls and step.number == 2:
                     dist.barrier(run.group)
                 for shard in step.shards:
                     step.backward(model(X[step.sample_ids(shard)]).square().mean())
@@ -928,7 +898,7 @@ def test_a_slow_member_gets_fewer_shards_and_bits_stay(
         run.keep(model=model, optimizer=optimizer)
         for step in run.steps(4, samples=len(X), batch=16):
             with step:
-                counts[number].append(len(run.shards()))
+                counts[number].append(len(run._steps.dealt))
                 for shard in step.shards:
                     step.backward(model(X[step.sample_ids(shard)]).square().mean())
                 step.commit(optimizer)

@@ -99,7 +99,7 @@ def test_a_checkpoint_after_a_lost_step_has_none_of_it(tmp_path: Path) -> None:
             again = net()
             copy = join(model=again)
             assert copy.load(tmp_path)
-            copy.close()
+            copy._runtime.stop()
             assert torch.equal(again[1].running_mean, before)
     assert run.committed_steps == 2
 
@@ -108,7 +108,7 @@ def test_a_parameter_that_is_thawed_between_steps_has_the_mean() -> None:
     model = net()
     model[0].requires_grad_(False)
     run = join(model=model)
-    weight = model[0].weight
+    weight, samples = model[0].weight, elastic.Samples(len(X), batch=8, shards=2)
     for step in run.steps(3, samples=len(X), batch=8):
         model[0].requires_grad_(step.number > 0)
         with step:
@@ -117,7 +117,7 @@ def test_a_parameter_that_is_thawed_between_steps_has_the_mean() -> None:
             if step.number == 0:
                 assert weight.grad is None
             else:
-                halves = [run.samples.ids(step.number, elastic.Shard(i, i + 1)) for i in range(2)]
+                halves = [samples.ids(step.number, elastic.Shard(i, i + 1)) for i in range(2)]
                 losses = [model(X[ids]).square().mean() for ids in halves]
                 (expected,) = torch.autograd.grad(sum(losses) / 2, weight)
                 torch.testing.assert_close(weight.grad, expected)
@@ -407,7 +407,7 @@ def test_a_state_with_more_than_plain_values_is_named() -> None:
 
 def test_a_checkpoint_of_more_steps_than_are_asked_for() -> None:
     run = join(model=net())
-    run.start_at(5)
+    run._steps.start = 5
     assert next(run.steps(3), None) is None
     assert run.committed_steps == 5
 

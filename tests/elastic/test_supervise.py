@@ -264,7 +264,6 @@ def test_an_interrupt_is_raised_after_the_processes_have_ended(supervised: Super
         (["--grace", "-1", __file__], "grace is -1.0: pass 0 or more"),
         (["nosuch.py"], "PROGRAM is 'nosuch.py', which does not exist in"),
         ([], "PROGRAM is missing: pass a Python file, or -m and a module"),
-        (["--standalone", "--store", "h:1", __file__], "--standalone serves a store here"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_usage_errors(
@@ -318,7 +317,7 @@ def test_an_uncaught_run_over_error_ends_a_program_with_its_code(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for _ in range(2):  # a program may join several runs, one after the other
-        elastic.join(dist.HashStore()).close()
+        elastic.join(dist.HashStore())._runtime.stop()
     assert sys.excepthook.gradwire_before is sys.__excepthook__  # type: ignore[attr-defined]
     with pytest.raises(SystemExit) as raised:
         sys.excepthook(RunOverError, RunOverError("it is done", code), None)
@@ -330,10 +329,11 @@ def test_a_traceback_has_the_number_of_the_member(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    with elastic.join(dist.HashStore()) as run:
-        error = ValueError("bad\x1b[31m\ndata")
-        sys.excepthook(ValueError, error, None)
-        begin = f"[member {run.number}] "
+    run = elastic.join(dist.HashStore())
+    error = ValueError("bad\x1b[31m\ndata")
+    sys.excepthook(ValueError, error, None)
+    begin = f"[member {run.number}] "
+    run._runtime.stop()
     assert capsys.readouterr().err == f"{begin}ValueError: bad\\x1b[31m\n{begin}data\n"
 
 

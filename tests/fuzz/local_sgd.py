@@ -26,7 +26,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.optim import lr_scheduler
 
 from gradwire import hooks
-from gradwire.local_sgd import LocalSGD, assign_fragments, due
+from gradwire.local_sgd import LocalSGD
+from gradwire.local_sgd.exchange import assign_fragments, due
 from gradwire.testing import run_ranks
 
 __all__ = ["Plan", "make_plan", "run_many"]

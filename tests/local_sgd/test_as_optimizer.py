@@ -143,7 +143,9 @@ def test_copies_continue(how):
 def test_states_of_other_optimizers_are_refused():
     def main():
         _, optimizer = made()
-        with pytest.raises(ArgumentError, match=r"lacks \['anchors', 'hook', 'outer', 'steps'\]"):
+        with pytest.raises(
+            ArgumentError, match=r"lacks \['anchors', 'hook', 'outer', 'pending', 'steps'\]"
+        ):
             optimizer.load_state_dict(state_dict=optimizer.optimizer.state_dict())
 
     run_ranks(main, 1)

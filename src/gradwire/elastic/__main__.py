@@ -39,8 +39,6 @@ def main(
             parser.error("PROGRAM is missing: pass a Python file, or -m and a module")
         if not (options.module or options.script == "-" or os.path.exists(options.script)):
             parser.error(f"PROGRAM is {options.script!r}, which does not exist in {os.getcwd()}")
-        if options.standalone and options.store:
-            parser.error("--standalone serves a store here: omit it, or omit --store")
         if options.nproc_per_node < 1:
             parser.error(f"--nproc-per-node is {options.nproc_per_node}: pass at least 1")
         if options.recorder:
@@ -65,9 +63,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     usage = f"{prog} [OPTIONS] PROGRAM [ARGUMENTS...]"
     parser = argparse.ArgumentParser(usage=usage, prog=prog, description=about)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
-    parser.add_argument(
-        "--standalone", action="store_true", help="one host; the default, as without --store"
-    )
     parser.add_argument(
         "--recorder",
         metavar="DIRECTORY",

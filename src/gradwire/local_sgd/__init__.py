@@ -1,6 +1,5 @@
 """Local SGD and DiLoCo: ranks train alone and average their parameters every few steps."""
 
-from gradwire.local_sgd.exchange import assign_fragments, due
 from gradwire.local_sgd.outer import LocalSGD, diloco
 
-__all__ = ["LocalSGD", "assign_fragments", "diloco", "due"]
+__all__ = ["LocalSGD", "diloco"]

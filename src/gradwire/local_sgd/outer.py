@@ -332,7 +332,7 @@ class LocalSGD(WrappedOptimizer):
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        if missing := sorted(_OWN - {"pending", *saved}):
+        if missing := sorted(_OWN - saved.keys()):
             raise ArgumentError(
                 f"the saved state lacks {missing}: save all of state_dict() on each rank. To load "
                 "the state of another optimizer, use self.optimizer.load_state_dict"
@@ -341,15 +341,14 @@ class LocalSGD(WrappedOptimizer):
         tracked.activate_saved(saved["anchors"])
         self._assign()
         self.steps = saved["steps"]
-        inner = {name: saved[name] for name in saved.keys() - _OWN}
-        self.optimizer.load_state_dict(inner.get("optimizer", inner))  # version 0.1: one entry
+        self.optimizer.load_state_dict({name: saved[name] for name in saved.keys() - _OWN})
         self.outer.load_state_dict(saved["outer"])
         tracked.load_anchors(saved["anchors"])
         self._load_hook_state(saved["hook"])
         numbers = {name: i for i, name in enumerate(tracked.names)}
         self._pending = deque(
             Exchange(fragment, due, gradients={numbers[n]: g.clone() for n, g in found.items()})
-            for fragment, due, found in saved.get("pending", ())
+            for fragment, due, found in saved["pending"]
         )
 
     def _load_hook_state(self, saved: Mapping[str, Any]) -> None:

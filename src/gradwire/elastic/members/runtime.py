@@ -207,8 +207,7 @@ class Runtime:
         if self.group.group is None:
             raise NotSupportedError(
                 "run.group is unavailable between two steps after a member was lost, left or asked "
-                "to join: use it within `with step:`, whose work is repeated with the step, or use "
-                "step.map"
+                "to join: use it within `with step:`, whose work is repeated with the step"
             )
         return self.group.group
 
@@ -322,8 +321,8 @@ class Runtime:
         if self._attempts > MAX_ATTEMPTS:
             raise DistributedError(
                 f"step {decision.committed} was lost {MAX_ATTEMPTS} times in a row although none "
-                "of its members died: call step.map and other collectives on all members or on "
-                f"none; the last error was {self._last_loss}"
+                "of its members died: call collectives on all members or on none; "
+                f" the last error was {self._last_loss}"
             )
 
     def _seen(self, number: int, waited: float) -> p.Seen:

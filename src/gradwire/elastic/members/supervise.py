@@ -66,8 +66,6 @@ def supervise(
     members: int | None = None,
     grace: float | None = None,
     shutdown_timeout: float = SHUTDOWN_SECONDS,
-    on_exit: Callable[[int, int], None] = lambda pid, code: None,
-    on_start: Callable[[int], None] = lambda pid: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Run a command in several processes as members of an elastic run, until all have ended.
@@ -90,8 +88,6 @@ def supervise(
         grace: Seconds after which processes are ended that still run when another of this host is
             done; None to wait for them.
         shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
-        on_exit: Function called with the process id and exit code of each process that ended.
-        on_start: Function called with the process id of each process that was started.
         log: Function called with a line of text about each death, restart and end.
 
     Returns:
@@ -134,9 +130,7 @@ def supervise(
         MEMBERS_VARIABLE: str(nproc if members is None else members),
         LAUNCH_VARIABLES[0]: uuid.uuid4().hex,
     }
-    supervisor = Supervisor(
-        command, environment, nproc, max_restarts, grace, shutdown_timeout, on_exit, on_start, log
-    )
+    supervisor = Supervisor(command, environment, nproc, max_restarts, grace, shutdown_timeout, log)
     with _signals_taken(supervisor.signals):
         try:
             code = supervisor.run()

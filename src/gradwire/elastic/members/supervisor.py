@@ -49,13 +49,11 @@ class Supervisor:
         restarts: int,
         grace: float | None,
         shutdown_timeout: float,
-        on_exit: Callable[[int, int], None],
-        on_start: Callable[[int], None],
         log: Callable[[str], None],
     ) -> None:
         self._command, self._environment, self._nproc = command, environment, nproc
         self._restarts, self._grace, self._shutdown_timeout = restarts, grace, shutdown_timeout
-        self._on_exit, self._on_start, self._log = on_exit, on_start, log
+        self._log = log
         self._running: list[_Member] = []
         self._done_at: float | None = None
         self._patience = WAIT_SECONDS if grace is None else grace
@@ -125,13 +123,11 @@ class Supervisor:
             raise
         reports.started()
         self._started += 1
-        self._on_start(process.pid)
         return _Member(process, reports, place)
 
     def _ended(self, member: _Member) -> None:
         """Log how a process ended; start another one in its place if that can help."""
         said, code = member.reports.read(), member.process.returncode
-        self._on_exit(member.process.pid, code)
         self._last_code = code if code >= 0 else 128 - code
         done = bool(said.get("finished", code == 0 and not said))
         if done or (code == 0 and "over" in said):

@@ -17,7 +17,7 @@ others the maximum.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -173,6 +173,14 @@ class TreeSum:
             flats.append(column.take())
             flats[-1][: column.numel].copy_(flat[: column.numel])
         return contribution._replace(flats=flats)
+
+    def gather_held(self, own: Iterable[int]) -> list[list[int]]:
+        """Return the shards whose results each member holds."""
+        mine = torch.zeros(self._shards, dtype=torch.uint8)
+        mine[list(own)] = 1
+        gathered = torch.empty(self._group.size() * self._shards, dtype=torch.uint8)
+        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
+        return [row.nonzero().flatten().tolist() for row in gathered.view(-1, self._shards)]
 
     def add(self, shard: int, contribution: Contribution) -> None:
         """Add the result of a shard, whose memory is then reused.

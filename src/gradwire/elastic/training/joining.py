@@ -20,7 +20,7 @@ from gradwire.elastic.training.run import Run
 from gradwire.elastic.training.samples import check_shards
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-NAME = "run"
+HEARTBEAT = timedelta(seconds=0.1)
 
 
 def join(
@@ -32,11 +32,10 @@ def join(
     reproducible: bool = True,
     seed: int = 0,
     timeout: timedelta = timedelta(minutes=5),
-    heartbeat: timedelta = timedelta(seconds=0.1),
     silence: timedelta = timedelta(seconds=5),
     nan_guard: bool = False,
     check_replicas: int = 100,
-    name: str = NAME,
+    name: str = "run",
 ) -> Run:
     """Join an elastic run.
 
@@ -55,7 +54,6 @@ def join(
         seed: Seed of random numbers in forward, by step and shard, and of the order of samples.
         timeout: Timeout of a collective, of the wait for the first members, and of the wait for a
             member that is alive but does not come.
-        heartbeat: Time between two signs of life.
         silence: Time without a sign of life after which a member counts as lost. Dead processes of
             this host are noticed at once.
         nan_guard: True to raise on all members, naming rank, parameter and step, before a gradient
@@ -89,13 +87,11 @@ def join(
     """
     if backend not in ("shm", "gloo"):
         raise ArgumentError(f"backend is {backend!r}: pass 'shm' or 'gloo'")
-    for argument, value in (("timeout", timeout), ("heartbeat", heartbeat), ("silence", silence)):
+    for argument, value in (("timeout", timeout), ("silence", silence)):
         if not isinstance(value, timedelta) or value <= timedelta(0):
             raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
-    if silence < 3 * heartbeat:
-        raise ArgumentError(
-            f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 heartbeats"
-        )
+    if silence < 3 * HEARTBEAT:
+        raise ArgumentError(f"silence is {silence}: pass at least 3 signs of life, {3 * HEARTBEAT}")
     if check_replicas < 0:
         raise ArgumentError(f"check_replicas is {check_replicas}: pass a number of steps, or 0")
     if members is None:
@@ -104,7 +100,7 @@ def join(
         members,
         backend,
         timeout.total_seconds(),
-        heartbeat.total_seconds(),
+        HEARTBEAT.total_seconds(),
         silence.total_seconds(),
     )
     chosen = store_of_environment(timeout) if store is None else store

@@ -60,7 +60,7 @@ class ShardLoader(Generic[T]):
     """
 
     def __init__(self, run: Run, dataset: Dataset[T], **options: Any) -> None:
-        self._run = run
+        self._steps = run._steps
         self._next: Key = (0, 0, 0)
         self._fetching: deque[Key] = deque()
         self._kept: dict[Key, Any] = {}
@@ -114,14 +114,16 @@ class ShardLoader(Generic[T]):
         self._fetching.append(key)
         self._next = self._after(key)
         step, first, stop = key
-        samples = self._run.samples
-        seed = self._run.seed_of(step, first, "data")
+        samples = self._steps.samples
+        if samples is None:
+            raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
+        seed = self._steps.seed_of(step, first, "data")
         return [seed, *samples.ids(step, Shard(first, stop))]
 
     def _after(self, key: Key) -> Key:
         """Return what this member needs next, with the current shards."""
         step, _, stop = key
-        shards = self._run.shards()
+        shards = self._steps.dealt
         later = [s for s in shards if s.first >= stop]
         if later:
             return (step, later[0].first, later[0].stop)

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,22 +126,6 @@ class MemberSteps:
         elif self._tree is not None:
             self._grow_tree()
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Call a function with each item, divided among the members."""
-        self._settle()
-        runtime, step = self._runtime, self.committed_steps
-        self._check_unwritten()
-        self.state.begin_step(step, sync=False)
-        results = []
-        for index in deal(len(items), runtime.size)[runtime.rank]:
-            self._set_seed(self.seed_of(step, index, "map"))
-            with torch.no_grad():
-                results.append(function(items[index]))
-            self.state.put_buffers_back(step)
-        self._check_unwritten()
-        self.state.begin_step(step, sync=not self._settings.reproducible)
-        return transfer.gather(runtime.process_group, results, runtime.wait)
-
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of this member, prepared to be computed."""
         self._settle()
@@ -161,9 +144,7 @@ class MemberSteps:
         if self._held_step != self.committed_steps:
             self._held.clear()
         if self._tree is not None and self._runtime.size > 1:
-            held = transfer.gather(
-                self._runtime.process_group, [sorted(self._held)], self._runtime.wait
-            )
+            held = self._tree.gather_held(self._held)
             if any(held):
                 self._for_this_step = True
                 self._assign(assign(self._settings.shards, held))

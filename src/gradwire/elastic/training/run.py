@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from gradwire._groups import mark_temporary
 from gradwire.elastic.members import Runtime
 from gradwire.elastic.training import checkpoint
 from gradwire.elastic.training.member_steps import MemberSteps, Settings
-from gradwire.elastic.training.samples import Samples, Shard
+from gradwire.elastic.training.samples import Samples
 from gradwire.elastic.training.step import Step
 from gradwire.errors import ArgumentError, ReductionError
 
@@ -72,33 +72,6 @@ class Run:
         """Number of committed steps."""
         return self._steps.committed_steps
 
-    @property
-    def epoch(self) -> int:
-        """Deprecated alias of `generation`."""
-        return self.generation
-
-    @property
-    def version(self) -> int:
-        """Deprecated alias of `committed_steps`."""
-        return self.committed_steps
-
-    @property
-    def samples(self) -> Samples:
-        """Assignment of samples to shards.
-
-        Raises:
-            ArgumentError: `steps` did not get their number.
-        """
-        samples = self._steps.samples
-        if samples is None:
-            raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
-        return samples
-
-    @property
-    def kept(self) -> Mapping[str, Any]:
-        """Objects that were passed to `keep`, by name."""
-        return self._state.kept
-
     # -- before the first step -------------------------------------------------------------
 
     def keep(self, **objects: Any) -> None:
@@ -134,12 +107,6 @@ class Run:
                 f"gradient of {name!r} is not finite; it was not sent to other members",
                 [name],
             )
-
-    def start_at(self, step: int) -> None:
-        """Set the number of committed steps of a state that the loop loaded itself."""
-        if self.generation or step < 0:
-            raise ArgumentError(f"run.start_at({step}): call it before run.steps, with 0 or more")
-        self._steps.start = step
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -183,7 +150,7 @@ class Run:
             "samples": samples,
             "batch": None if samples is None else batch,
             "shuffle": None if samples is None else shuffle,
-            "keep": sorted(self.kept),
+            "keep": sorted(self._state.kept),
         }
         try:
             self._runtime.start(steps, self._steps.start, settings)
@@ -202,24 +169,6 @@ class Run:
         before its gradients are reduced.
         """
         self._steps.stop()
-
-    def seed_of(self, step: int, first: int, use: str = "") -> int:
-        """Return the seed of a step and its first shard, derived from the seed of the run."""
-        return self._steps.seed_of(step, first, use)
-
-    def shards(self) -> list[Shard]:
-        """Return the shards of this member in this generation."""
-        return list(self._steps.dealt)
-
-    def close(self) -> None:
-        """Leave the run; the other members continue. The end of `steps` calls it."""
-        self._runtime.stop()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -264,9 +213,13 @@ class Run:
         Raises:
             ArgumentError: The checkpoint holds other objects, or the run has begun.
         """
+        if self.generation:
+            raise ArgumentError(
+                "run.load was called after the first step: call it before run.steps"
+            )
         path = checkpoint.latest(Path(folder))
         if path is None:
             return False
-        self.start_at(checkpoint.load(self._state.kept, path))
+        self._steps.start = checkpoint.load(self._state.kept, path)
         self._state.lineage = checkpoint.lineage_of(path)
         return True

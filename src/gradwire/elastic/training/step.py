@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.elastic.training.samples import Samples, Shard
 from gradwire.elastic.training.state import Stepper
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Step:
@@ -41,51 +37,7 @@ class Step:
         self.number, self.committed = number, False
         self._runner, self._samples = runner, samples
         self._current: Shard | None = None
-        self._running = self._begun = self._reduced = False
-
-    def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Call a function with each item, divided among the members; return all results on all.
-
-        For validation and other shared work: call it on all members, before the first shard of the
-        step. If a member is lost, the step is repeated, and the call with it. The results do not
-        depend on which member computes them: random numbers depend on the step and the item's
-        index, and buffers begin each call with their values at the beginning of the step and are
-        restored. Gradients are disabled.
-
-        Args:
-            function: Function that returns tensors and plain values: numbers, strings, lists,
-                tuples, dicts.
-            items: Items, the same on all members.
-
-        Returns:
-            Results in the order of the items.
-
-        Raises:
-            ReductionError: The step has not begun, or its first shard has.
-            NotSupportedError: A result has other values than tensors and plain values, or the
-                function wrote to a parameter.
-
-        Example:
-            >>> import torch, torch.distributed as dist
-            >>> from gradwire import elastic
-            >>> net = torch.nn.Linear(1, 1)
-            >>> run = elastic.join(dist.HashStore(), shards=2)
-            >>> run.keep(model=net)
-            >>> for step in run.steps(1):
-            ...     with step:
-            ...         squares = step.map(lambda part: net(part).shape, torch.ones(6, 1).split(2))
-            ...         for shard in step.shards:
-            ...             step.backward(net(torch.ones(1, 1)).sum())
-            ...         step.commit()
-            >>> squares
-            [torch.Size([2, 1]), torch.Size([2, 1]), torch.Size([2, 1])]
-        """
-        if not self._running or self._begun:
-            raise ReductionError(
-                f"step.map of step {self.number}: call it within `with step:`, before iterating "
-                "over step.shards"
-            )
-        return self._runner.map(function, items)
+        self._reduced = False
 
     @property
     def shards(self) -> Iterator[Shard]:
@@ -94,7 +46,6 @@ class Step:
         In a step that is repeated, shards whose `local` steps this member has completed are left
         out.
         """
-        self._begun = True
         for shard in self._runner.shards():
             self._current = shard
             yield shard
@@ -224,7 +175,6 @@ class Step:
 
     def __enter__(self) -> Step:
         self._runner.begin_step()
-        self._running = True
         return self
 
     def __exit__(
@@ -233,7 +183,6 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        self._running = False
         if error is None and not self.committed:
             error = ReductionError(
                 f"step {self.number} ended without step.commit(optimizer): call it last"

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.optim import Optimizer
 
-from gradwire._torch import ALL_GATHER_SINGLE
 from gradwire.ddp import broadcast_options
 from gradwire.elastic.members import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
@@ -60,7 +59,9 @@ def dump(kept: Mapping[str, Any], beside: Any = None) -> Snapshot:
         return {_TENSOR: len(tensors) - 1}
 
     states = {name: value.state_dict() for name, value in kept.items()}
-    return Snapshot(_pack((_replaced(states, take_out), beside)), tensors)
+    file = io.BytesIO()
+    torch.save((_replaced(states, take_out), beside), file)
+    return Snapshot(bytearray(file.getbuffer()), tensors)
 
 
 def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -73,23 +74,6 @@ def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_replaced(entry, replace) for entry in value)
     return replace(value)
-
-
-def _pack(values: Any) -> bytearray:
-    file = io.BytesIO()
-    torch.save(values, file)
-    return bytearray(file.getbuffer())
-
-
-def _unpack(data: bytearray) -> Any:
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location=locations())
-    except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        raise NotSupportedError(
-            f"has a {kind[1] if kind else 'value'}, but only tensors and plain values can be sent: "
-            "convert it, for example with float(lr)"
-        ) from error
 
 
 def locations() -> str | dict[str, str]:
@@ -115,12 +99,16 @@ def load(kept: Mapping[str, Any], data: Snapshot) -> Any:
         NotSupportedError: The state has other values than tensors and plain values.
     """
     try:
-        states, beside = _unpack(data.header)
-    except NotSupportedError as error:
+        states, beside = torch.load(
+            io.BytesIO(data.header), weights_only=True, map_location=locations()
+        )
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
-            f"the received state {error}, or leave it out of the state_dict of the kept objects "
-            f"({', '.join(sorted(kept))})"
-        ) from error.__cause__
+            f"the received state has a {kind[1] if kind else 'value'}, but only tensors and plain "
+            "values can be sent: convert it, for example with float(lr), or leave it out of the "
+            f"state_dict of the kept objects ({', '.join(sorted(kept))})"
+        ) from error
 
     def put_in(value: Any) -> Any:
         return data.tensors[value[_TENSOR]] if isinstance(value, dict) else value
@@ -239,29 +227,6 @@ def _exchange_bytes(group: ProcessGroup, data: bytearray | None, wait: Wait) -> 
 def _exchange_pieces(group: ProcessGroup, tensor: Tensor, wait: Wait) -> None:
     for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
         wait(_broadcast(group, piece))
-
-
-def gather(group: ProcessGroup, values: list[Any], wait: Wait) -> list[Any]:
-    """Return the values of all members on each of them, in the order of their ranks.
-
-    Raises:
-        DistributedError: A member is lost.
-        NotSupportedError: There are other values than tensors and plain values.
-    """
-    data = _pack(values)
-    collect = getattr(group, ALL_GATHER_SINGLE)
-    lengths = torch.empty(group.size(), dtype=torch.int64)
-    wait(collect(lengths, torch.tensor([len(data)], dtype=torch.int64)))
-    longest = int(lengths.max())
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    memory = bytearray(group.size() * longest)
-    wait(collect(torch.frombuffer(memory, dtype=torch.uint8), mine))
-    rows = [memory[rank * longest :][:size] for rank, size in enumerate(lengths.tolist())]
-    try:
-        return [value for row in rows for value in _unpack(row)]
-    except NotSupportedError as error:
-        raise NotSupportedError(f"a result of step.map {error}") from error.__cause__
 
 
 def _broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
