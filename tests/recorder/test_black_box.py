@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire import recorder
-from gradwire.recorder import black_box, control
+from gradwire.recorder import black_box
 from gradwire.recorder import events as noted
-from gradwire.recorder.load import load
-from gradwire.recorder.origins import came_from_loading, came_from_waiting
+from gradwire.recorder.events import came_from_loading, came_from_waiting
+from gradwire.recorder.files import load
 from gradwire.testing import run_ranks
 
 
@@ -176,8 +176,8 @@ def test_unwritable_directory_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADWIRE_RECORDER", str(tmp_path / "file" / "dumps"))
     with pytest.warns(RuntimeWarning, match="GRADWIRE_RECORDER is .* cannot be written to"):
-        control.start_from_environment()
-    assert not control._box
+        black_box.start_from_environment()
+    assert not black_box._box
 
 
 def test_stop_in_a_fork_leaves_the_parents_recorder(tmp_path):

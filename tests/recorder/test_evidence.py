@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 
 from gradwire import recorder
-from gradwire.recorder import kernel
+from gradwire.recorder import processes
 from gradwire.recorder.black_box import OWNER
-from gradwire.recorder.crash_files import CrashFiles
-from gradwire.recorder.exit_notes import ExitNotes
-from gradwire.recorder.load import load
-from gradwire.recorder.ring_file import SIZE, RingFile, read_ring
-from gradwire.recorder.verdict.reading import parse_stacks
+from gradwire.recorder.crash_files import CrashFiles, ExitNotes
+from gradwire.recorder.files import SIZE, RingFile, load, read_ring
+from gradwire.recorder.verdict.dumps import parse_stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -59,8 +57,7 @@ def test_ring_file_survives_sigkill(tmp_path):
     def run():
         file = RingFile(tmp_path / "ring-3")
         for number in range(1, 601):
-            call = "0", "all_reduce", (number % 3,), "float32", None
-            index = file.begin(number, call, here(), time.perf_counter_ns(), cached=True)
+            index = file.begin(number, "all_reduce", *here(), time.perf_counter_ns())
             if number < 600:
                 file.integers[index] = time.perf_counter_ns()
         file.beat({"counts": {"0": 600}, "stack": []})
@@ -75,7 +72,7 @@ def test_ring_file_survives_sigkill(tmp_path):
     assert before < found["beat"] < time.time_ns()
     assert [call["number"] for call in found["calls"]] == list(range(89, 601))
     last, before_last = found["calls"][-1], found["calls"][-2]
-    assert (last["op"], last["group"], last["sizes"], last["end"]) == ("all_reduce", "0", "(0,)", 0)
+    assert (last["op"], last["end"]) == ("all_reduce", 0)
     assert last["line"]["name"] == "here"
     assert before < before_last["begin"] <= before_last["end"] < time.time_ns()
 
@@ -101,7 +98,7 @@ def test_a_full_disk_leaves_out_the_ring_file(tmp_path, monkeypatch):
     files.stop()
 
 
-@pytest.mark.parametrize("content", [b"", b"gwring1\0", b"x" * 1000])
+@pytest.mark.parametrize("content", [b"", b"gwring2\0", b"x" * 1000])
 def test_other_files_are_no_ring(tmp_path, content):
     (tmp_path / "ring-0").write_bytes(content)
     assert read_ring(tmp_path / "ring-0") is None
@@ -115,14 +112,14 @@ def test_stacks_of_a_process_whose_gil_is_held(tmp_path):
         ctypes.PyDLL(None).sleep(60)
 
     def run():
-        faulthandler.register(kernel.STACKS_SIGNAL, file.open("a"), all_threads=True)
+        faulthandler.register(processes.STACKS_SIGNAL, file.open("a"), all_threads=True)
         (tmp_path / "ready").touch()
         hold_the_gil()
 
     pid = fork(run)
     try:
         until((tmp_path / "ready").exists)
-        until(lambda: "hold_the_gil" in kernel.ask_for_stacks(pid, file))
+        until(lambda: "hold_the_gil" in processes.ask_for_stacks(pid, file))
     finally:
         end(pid)
 
@@ -131,7 +128,7 @@ def test_process_without_a_handler_gets_no_signal(tmp_path):
     pid = fork(lambda: time.sleep(60))
     try:
         (tmp_path / "stacks").touch()
-        assert kernel.ask_for_stacks(pid, tmp_path / "stacks") == ""
+        assert processes.ask_for_stacks(pid, tmp_path / "stacks") == ""
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
         end(pid)
@@ -142,8 +139,8 @@ def test_child_that_writes_to_a_full_pipe():
         [sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE
     )
     try:
-        until(lambda: kernel.describe(child.pid).get("full pipe"))
-        found = kernel.family(os.getpid(), None)["children"]
+        until(lambda: processes.describe(child.pid).get("full pipe"))
+        found = processes.family(os.getpid(), None)["children"]
         assert [each["full pipe"] for each in found if each["pid"] == child.pid] == [True]
     finally:
         child.kill()
@@ -159,8 +156,8 @@ def test_holder_of_a_file_lock(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         pid = fork(run)
         try:
-            until(lambda: kernel.describe(pid).get("call") == "flock")
-            found = kernel.describe(pid)
+            until(lambda: processes.describe(pid).get("call") == "flock")
+            found = processes.describe(pid)
             assert found["holder"] == os.getpid()
             assert found["file"] == str(tmp_path / "lock")
         finally:

@@ -21,10 +21,10 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire import recorder
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
-from gradwire.recorder import black_box, control, groups, lines
+from gradwire.recorder import black_box, groups, lines
+from gradwire.recorder.files import load, loads
 from gradwire.recorder.flight_record import await_gloos_ends
 from gradwire.recorder.groups import reference_to
-from gradwire.recorder.load import load, loads
 from gradwire.testing import run_ranks
 from gradwire.testing.pool import close_pool
 
@@ -144,9 +144,6 @@ def test_bucket_entries_have_parameters(each_backend, tmp_path):
     assert sorted(entry["parameters"]) == ["bias", "weight"]
     assert entry["step"] == 1
     assert (entry["backend"], entry["op"]) == (each_backend, "all_reduce")
-    (bucket,) = record["gradwire"]["buckets"]
-    times = [bucket[f"{name}_ns"] for name in ("ready", "packed", "sent", "waited", "done")]
-    assert times == sorted(times)
 
 
 def test_torchs_analyzer_finds_a_mismatch(tmp_path, caplog):
@@ -369,8 +366,8 @@ def test_reference_to_a_deleted_group_is_a_dict_key() -> None:
 def test_empty_or_zero_variable_disables_dumps(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRADWIRE_RECORDER", value)
-    control.start_from_environment()
-    assert not control._box
+    black_box.start_from_environment()
+    assert not black_box._box
     assert not list(tmp_path.iterdir())
 
 

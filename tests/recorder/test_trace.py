@@ -21,12 +21,10 @@ from click.testing import CliRunner
 import gradwire
 from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder import tracing
 from gradwire.recorder.recording import CollectionRecord, StepRecord
-from gradwire.recorder.trace import recording
-from gradwire.recorder.trace.chrome import part_of
-from gradwire.recorder.trace.clocks import Offset, find_offset
-from gradwire.recorder.trace.render import page_of
-from gradwire.recorder.trace.summary import read_trace, summarize
+from gradwire.recorder.trace import page_of, read_trace, summarize
+from gradwire.recorder.tracing import Offset, find_offset, part_of
 from gradwire.testing import run_ranks
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -158,7 +156,7 @@ def test_names_with_markup_are_escaped(tmp_path):
 def test_truncated_trace_is_reported(tmp_path, monkeypatch):
     def main():
         with monkeypatch.context() as patch:
-            patch.setattr("gradwire.recorder.trace.recording._MOST", 2)
+            patch.setattr("gradwire.recorder.tracing._MOST", 2)
             train(tmp_path / "run.json")
 
     run_ranks(main, world_size=1, backend="shm")
@@ -191,18 +189,18 @@ def test_part_files_of_an_earlier_run_are_ignored(tmp_path):
 
 
 def test_environment_variable_starts_a_timeline(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording.ring, "listener", None)
-    monkeypatch.setattr(recording, "this_rank", lambda: 1)
-    monkeypatch.setattr(recording, "at_end_of_job", lambda write: None)
-    monkeypatch.setattr(recording.atexit, "register", lambda write: None)
+    monkeypatch.setattr(tracing.ring, "listener", None)
+    monkeypatch.setattr(tracing, "this_rank", lambda: 1)
+    monkeypatch.setattr(tracing, "at_end_of_job", lambda write: None)
+    monkeypatch.setattr(tracing.atexit, "register", lambda write: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRADWIRE_TIMELINE", "run.json")
     part = tmp_path / "run.json.1.part"
     part.write_text("of an earlier run")
-    recording.start_from_environment()
+    tracing.start_from_environment()
     (tmp_path / "outputs").mkdir()
     monkeypatch.chdir("outputs")
-    listener = recording.ring.listener
+    listener = tracing.ring.listener
     assert listener is not None
     listener("a record")
     assert not part.exists()

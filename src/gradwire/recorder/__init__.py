@@ -2,65 +2,47 @@
 
 Recording is always on. `start` or GRADWIRE_RECORDER sets the directory of dumps. Dumps are in the
 format of torch's flight recorder, and `gradwire explain` reads them: without PyTorch, since to
-import it takes longer than the rest. So the names in `api` are imported on first use in a process
-that has not imported torch.
+import it takes longer than the rest.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+# Names imported as themselves are for other packages of gradwire, and not public.
 from gradwire.recorder.files import FIRST as FIRST
 from gradwire.recorder.files import PREFIX as PREFIX
-from gradwire.recorder.kernel import describe as describe
+from gradwire.recorder.files import REQUEST as REQUEST
 from gradwire.recorder.lines import is_users as is_users
-from gradwire.recorder.requests import REQUEST as REQUEST
-from gradwire.recorder.requests import await_answers as await_answers
-from gradwire.recorder.requests import modified as modified
-from gradwire.recorder.requests import processes_in as processes_in
+from gradwire.recorder.processes import await_answers as await_answers
+from gradwire.recorder.processes import describe as describe
+from gradwire.recorder.processes import modified as modified
 
 if TYPE_CHECKING or "torch" in sys.modules:
-    from gradwire.recorder.api import (
-        BucketRecord,
-        Entry,
-        RecordedGroup,
-        StepRecord,
-        dump,
-        number_of_last,
-        record_completion,
-        record_end,
-        record_error,
-        record_start,
-        ring,
-        start,
-        stop,
-        timeline,
-    )
+    from gradwire.recorder.black_box import dump, start, start_from_environment, stop
+    from gradwire.recorder.events import record_error as record_error
+    from gradwire.recorder.groups import RecordedGroup as RecordedGroup
+    from gradwire.recorder.groups import number_of_last as number_of_last
+    from gradwire.recorder.recording import BucketRecord as BucketRecord
+    from gradwire.recorder.recording import Entry as Entry
+    from gradwire.recorder.recording import record_completion as record_completion
+    from gradwire.recorder.recording import record_end as record_end
+    from gradwire.recorder.recording import record_start as record_start
+    from gradwire.recorder.recording import ring
+    from gradwire.recorder.tracing import start_from_environment as start_timeline
+    from gradwire.recorder.tracing import timeline
 
-# Names imported as themselves are for other packages of gradwire, and not public.
-__all__ = [
-    "BucketRecord",
-    "Entry",
-    "RecordedGroup",
-    "StepRecord",
-    "dump",
-    "number_of_last",
-    "record_completion",
-    "record_end",
-    "record_error",
-    "record_start",
-    "ring",
-    "start",
-    "stop",
-    "timeline",
-]
+    start_from_environment()
+    start_timeline()
+
+__all__ = ["dump", "ring", "start", "stop", "timeline"]
+_FOR_PACKAGES = {"BucketRecord", "Entry", "RecordedGroup", "number_of_last", "record_completion"}
+_FOR_PACKAGES |= {"record_end", "record_error", "record_start"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _FOR_PACKAGES and name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch  # noqa: F401  # first: with GRADWIRE_COMPAT=1 it imports parts of gradwire
 
-    from gradwire.recorder import api
-
-    globals().update({each: getattr(api, each) for each in __all__})
-    return globals()[name]
+    return getattr(importlib.reload(sys.modules[__name__]), name)

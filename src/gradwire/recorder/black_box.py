@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import select
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,25 +28,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.recorder import finite
-from gradwire.recorder.aborts import end_aborted
-from gradwire.recorder.crash_files import CrashFiles
-from gradwire.recorder.events import Event, events, on_failure, record_error
-from gradwire.recorder.exit_notes import ExitNotes
-from gradwire.recorder.files import FIRST, PREFIX
+from gradwire._processes import ENDED
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.crash_files import CrashFiles, ExitNotes
+from gradwire.recorder.events import events, on_failure, record_error
+from gradwire.recorder.files import FIRST, PREFIX, REQUEST, ErrorRecord
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
-from gradwire.recorder.kernel import family
 from gradwire.recorder.lines import thread_stacks
-from gradwire.recorder.processes import OVER, Process, state_of
-from gradwire.recorder.requests import (
-    REQUEST,
+from gradwire.recorder.processes import (
+    Process,
     ask_silent_ranks,
     await_answers,
+    family,
     modified,
     processes_in,
 )
-from gradwire.recorder.trace.clocks import this_clock
+from gradwire.recorder.recording import not_finite
+from gradwire.recorder.tracing import this_clock
 
 OWNER = "GRADWIRE_RECORDEROWNER"
 _POLL_SECONDS = 0.2
@@ -159,39 +160,33 @@ class BlackBox:
         self._seen, self._asked = modified(self._request), time.monotonic()
 
     def _circumstances(self, rank: int, reason: str) -> Record:
-        ranks = dist.get_world_size() if dist.is_initialized() else None
-        peers, now = self._peers(rank), time.time_ns()
-        self._seen_alive |= {peer: now for peer, state in peers.items() if state not in OVER}
-        files = self._files
-        kernel = family(os.getpid(), files.stacks) if files and reason in _ASKED else {}
+        files, size, now = self._files, os.environ.get("WORLD_SIZE", ""), time.time_ns()
+        peers = {
+            process.rank: state
+            for process in processes_in(self.directory)
+            if process.rank != rank and (state := process.state)
+        }
+        self._seen_alive |= {peer: now for peer, state in peers.items() if state not in ENDED}
+        world_size = int(size) if size.isdecimal() else None
         return {
             "rank": rank,
             "exit": self._exits.last,
             "ended_ns": self._ended_ns,
-            "not_finite": list(finite.found),
-            "kernel": kernel,
-            "launch": Process.this(rank).launch,
+            "not_finite": list(not_finite),
+            "kernel": family(os.getpid(), files.stacks) if files and reason in _ASKED else {},
             "pauses": list(files.pauses) if files else [],
             "silences": list(files.silences) if files else [],
-            "world_size": ranks or _number(os.environ.get("WORLD_SIZE", "")),
+            "world_size": dist.get_world_size() if dist.is_initialized() else world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "reason": reason,
             "taken_ns": now,
             "began_ns": _BEGAN_NS,
-            "events": [event.as_dict() for event in list(events)],
+            "events": [vars(event) for event in list(events)],
             "threads": thread_stacks(without=_THREAD),
             "peers": peers,
             "peers_alive_ns": dict(self._seen_alive),
             "clock": this_clock(),
-        }
-
-    def _peers(self, rank: int) -> dict[int, str]:
-        """Return the states of the other ranks' processes on this host."""
-        return {
-            process.rank: state
-            for process in processes_in(self.directory)
-            if process.rank != rank and (state := state_of(process))
         }
 
     def _announce(self) -> None:
@@ -208,34 +203,32 @@ class BlackBox:
         (self.directory / f"process-{rank}.json").write_text(text)
 
     def _write_start(self) -> None:
-        """Write who this process is started as, if a launcher started it as a rank.
-
-        The program may change the launcher's variables until it has a group.
-        """
-        if os.environ.get(OWNER) == str(os.getpid()) and os.environ.get("RANK", "").isdecimal():
-            process = Process.this(int(os.environ["RANK"]))
-            if process.launch == self._launch or this_rank() is not None:
-                return
-            was, self._launch = self._launch, process.launch
-            self._launch_before = self._launch_before or was
-            self._forget_ended(process.rank)
-            name = f"start-{socket.gethostname()}-{os.getpid()}.json"
-            found = vars(process) | {"was": self._launch_before}
-            (self.directory / name).write_text(json.dumps(found))
-
-    def _forget_ended(self, rank: int) -> None:
-        """Remove the notes of processes in whose place a launcher has started this one."""
-        for path in self.directory.glob(f"start-{socket.gethostname()}-*.json"):
+        """Write who this process is started as, if a launcher started it as a rank."""
+        if os.environ.get(OWNER) != str(os.getpid()) or this_rank() is not None:
+            return
+        if not os.environ.get("RANK", "").isdecimal():
+            return
+        process = Process.this(int(os.environ["RANK"]))
+        if process.launch == self._launch:
+            return
+        # the program may change the launcher's variables until it has a group
+        was, self._launch = self._launch, process.launch
+        self._launch_before = self._launch_before or was
+        notes = f"start-{socket.gethostname()}-"
+        for path in self.directory.glob(f"{notes}*.json"):
+            # a process in whose place a launcher has started this one
             with contextlib.suppress(OSError, ValueError, TypeError):
                 noted = json.loads(path.read_text())
                 noted.pop("was", None)
                 other = Process(**noted)
-                if other.rank == rank and state_of(other) in OVER:
+                if other.rank == process.rank and other.state in ENDED:
                     path.unlink()
+        found = vars(process) | {"was": self._launch_before}
+        (self.directory / f"{notes}{os.getpid()}.json").write_text(json.dumps(found))
 
     # -- when --------------------------------------------------------------------------------
 
-    def _on_failure(self, event: Event) -> None:
+    def _on_failure(self, event: ErrorRecord) -> None:
         if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
             first, self._has_first = not self._has_first, True
             _at_last(lambda: self.write("error", first=first))
@@ -299,7 +292,7 @@ class BlackBox:
                 self._write_start()
                 if self._files is not None and self._files.is_aborting():
                     _at_last(lambda: self.write("crash"))
-                    end_aborted()
+                    self._files.end_aborted()
                 if self._files is not None and not self._ended:
                     _at_last(self._files.beat)
                 if signal.SIGUSR2 in signals:
@@ -318,13 +311,6 @@ def stay_alive(number: int, frame: FrameType | None) -> None:
     """Tell how to record, in place of SIGUSR2's default action, which ends a process."""
     message = "gradwire: SIGUSR2 writes dumps if GRADWIRE_RECORDER or recorder.start names a folder"
     print(message, file=sys.stderr)
-
-
-def handle_signal() -> None:
-    """Keep SIGUSR2 from ending this process, unless the program has a handler."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, stay_alive)
 
 
 def _identity() -> int | None:
@@ -352,6 +338,101 @@ def _at_last(action: Callable[[], object]) -> None:
         return
 
 
-def _number(text: str) -> int | None:
-    """Return a launcher's variable as an int; None if it is not a number."""
-    return int(text) if text.isdecimal() else None
+VARIABLE = "GRADWIRE_RECORDER"
+_box: list[BlackBox] = []
+
+
+def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
+    """Start writing this rank's dumps on errors, on SIGUSR2 and at the end of the process.
+
+    When a rank fails, all ranks write dumps within a second. The environment variable
+    GRADWIRE_RECORDER has the same effect.
+
+    Args:
+        directory: Directory that all ranks write to; created if missing. Use a new one per run.
+        prefix: Prefix of file names, followed by the rank.
+
+    Raises:
+        ArgumentTypeError: `directory` is not a path.
+        ArgumentError: The recorder was already started with another directory.
+
+    Example:
+        >>> import tempfile
+        >>> from gradwire import recorder
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     recorder.start(directory)
+        ...     recorder.stop()
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise ArgumentTypeError(f"directory is {directory!r}: pass a path")
+    if _box:
+        if _box[0].directory == Path(directory).absolute() and _box[0].prefix == prefix:
+            return
+        raise ArgumentError(
+            f"directory is {str(directory)!r}, but the recorder writes to "
+            f"{str(_box[0].directory)!r} already: call recorder.stop() first"
+        )
+    if "RANK" in os.environ and multiprocessing.parent_process() is None:
+        os.environ.setdefault(OWNER, str(os.getpid()))
+    box = BlackBox(directory, prefix)
+    box.start()
+    _box.append(box)
+
+
+def stop() -> None:
+    """Stop writing dumps; collectives are still recorded."""
+    while _box:
+        _box.pop().stop()
+
+
+def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
+    """Write this rank's dump now.
+
+    On Gloo, this waits up to 0.2 s for collectives to end.
+
+    Args:
+        directory: Directory of the dump. Default: the directory passed to `start`.
+        prefix: Prefix of the file name.
+
+    Returns:
+        Path of the dump, `<directory>/<prefix><rank>`.
+
+    Raises:
+        ArgumentError: No directory was given, or this process has no rank.
+
+    Example:
+        >>> import tempfile
+        >>> from gradwire import recorder
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     def main():
+        ...         torch.distributed.all_reduce(torch.ones(3))
+        ...         return recorder.dump(directory).name
+        ...     run_ranks(main, world_size=2, backend="shm")
+        ['rank_0', 'rank_1']
+    """
+    if directory is None and not _box:
+        raise ArgumentError(
+            f"directory is None and the recorder was not started: pass a directory, call "
+            f"recorder.start, or set {VARIABLE}"
+        )
+    box = _box[0] if directory is None else BlackBox(directory, prefix)
+    path = box.write("call")
+    if path is None:
+        raise ArgumentError(
+            "this process has no rank: call dump() after torch.distributed.init_process_group"
+        )
+    return path
+
+
+def start_from_environment() -> None:
+    """Start if GRADWIRE_RECORDER contains a directory, and let SIGUSR2 not end the process."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, stay_alive)
+    directory = os.environ.get(VARIABLE, "0")
+    if directory not in ("", "0") and not _box:
+        try:
+            start(directory)
+        except OSError as error:  # diagnosis must not stop the program
+            message = f"{VARIABLE} is {directory!r}, which cannot be written to: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Files that outlive any end of a process: the ring, crashes in C, and stacks on request.
+"""How this process ends: files that outlive any end of it, and notes on `sys.exit` and `os._exit`.
 
 The report of crashes is named after the process until its rank is known, and the others do not
 exist before: child processes of a rank, which inherit its environment, leave none.
@@ -7,33 +7,41 @@ exist before: child processes of a rank, which inherit its environment, leave no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-from gradwire.recorder.aborts import abort_at_once, delay_aborts, is_abort
-from gradwire.recorder.files import CRASH, RING, STACKS
+from gradwire.recorder.files import CRASH, RING, STACKS, RingFile
 from gradwire.recorder.groups import known_groups
-from gradwire.recorder.kernel import STACKS_SIGNAL
-from gradwire.recorder.lines import call_stack, is_users, read_line
+from gradwire.recorder.lines import Line, call_stack, is_users, read_line, read_stack
+from gradwire.recorder.processes import STACKS_SIGNAL
 from gradwire.recorder.recording import ring
-from gradwire.recorder.ring_file import RingFile
 
 _SILENT_NS = 1_000_000_000  # Python did not run for so long
 _PAUSE_NS = 50_000_000
 _MOST = 64
 _FRAMES = 6
 _REPORT_SECONDS = 0.02  # faulthandler writes its report in less
+_ABORT_REPORT = b"Fatal Python error: Aborted"
+_LENGTH = 500
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+if _LIBC is not None:
+    _LIBC.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    _LIBC.signal.restype = ctypes.c_void_p
 
 
 class CrashFiles:
-    """Files of this process in a directory.
+    """Files of this process in a directory: its ring file, crashes in C, and stacks on request.
 
     Attributes:
         silences: Times in which no Python code ran: begin, end (wall clock, ns) and CPU time (ns).
@@ -59,11 +67,41 @@ class CrashFiles:
         """Enable faulthandler for crashes, unless it is enabled, and note garbage collections."""
         gc.callbacks.append(self._on_collection)
         if not faulthandler.is_enabled():
-            # Gloo aborts a process that receives a message of an unexpected size
             self._crashes = self._path(CRASH).open("w")
-            self._delays_aborts = delay_aborts()
+            self._delay_aborts()
             faulthandler.enable(self._crashes)
             os.register_at_fork(after_in_child=self._disable)
+
+    def _delay_aborts(self) -> None:
+        """Gain time for a dump when C code aborts this process, unless it has its own handler."""
+        # Gloo aborts a process that receives a message of an unexpected size, in a thread of C, in
+        # which no handler may run Python. So faulthandler, which runs first, is followed by libc's
+        # `sleep`, whose argument is then the signal's number. In these 6 s the recorder's thread
+        # writes a dump and ends the process. It cannot if the thread that aborts holds the GIL:
+        # then the process ends when they are over.
+        if _LIBC is not None:
+            earlier = _LIBC.signal(signal.SIGABRT, ctypes.cast(_LIBC.sleep, ctypes.c_void_p))
+            if earlier:
+                _LIBC.signal(signal.SIGABRT, earlier)
+            self._delays_aborts = not earlier
+
+    def is_aborting(self) -> bool:
+        """Return True if C code aborts this process, whose end waits for a dump."""
+        if not self._delays_aborts or self._crashes is None or self._crashes.closed:
+            return False
+        if not os.fstat(self._crashes.fileno()).st_size:
+            return False
+        with self._path(CRASH).open("rb") as report:
+            if report.read(len(_ABORT_REPORT)) != _ABORT_REPORT:
+                return False
+        time.sleep(_REPORT_SECONDS)
+        return True
+
+    def end_aborted(self) -> None:
+        """End this process by SIGABRT, while the thread that aborts sleeps."""
+        if _LIBC is not None:
+            _LIBC.signal(signal.SIGABRT, None)
+            os.kill(os.getpid(), signal.SIGABRT)
 
     def announce(self, rank: int) -> None:
         """Create the files of a rank, or name them after its new rank."""
@@ -91,23 +129,14 @@ class CrashFiles:
             self.silences.append((since, now, cpu - used))
         self._last_beat = now, cpu
         counts = {name: info.count() for name, info in known_groups().items()}
-        self._file.beat({"counts": counts, "stack": _main_stack(), "cpu": cpu})
-
-    def is_aborting(self) -> bool:
-        """Return True if C code aborts this process, whose end waits for a dump."""
-        if not self._delays_aborts or self._crashes is None or self._crashes.closed:
-            return False
-        if not os.fstat(self._crashes.fileno()).st_size or not is_abort(self._path(CRASH)):
-            return False
-        time.sleep(_REPORT_SECONDS)
-        return True
+        self._file.beat({"counts": counts, "stack": _main_stack()})
 
     def _disable(self) -> None:
         """Disable faulthandler; a fork's crash is not this process's."""
         if self._crashes is not None and not self._crashes.closed:
             faulthandler.disable()
-            if self._delays_aborts:
-                abort_at_once()
+            if self._delays_aborts and _LIBC is not None:
+                _LIBC.signal(signal.SIGABRT, None)
             self._crashes.close()
 
     def forget_crash(self) -> None:
@@ -149,13 +178,65 @@ class CrashFiles:
             self.pauses.append((time.time_ns() - took, took))
 
 
-def _main_stack() -> list[dict[str, Any]]:
-    """Return the innermost frame of the main thread and the user's lines, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    locations = call_stack(frame)
+def _main_stack() -> list[Line]:
+    """Return the two innermost frames of the main thread and the user's lines, innermost first."""
+    locations = call_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     kept = [
         location
         for number, location in enumerate(locations)
         if number < 2 or is_users(location[0].co_filename)
     ]
     return [read_line(at) | {"user": is_users(at[0].co_filename)} for at in kept[:_FRAMES]]
+
+
+class ExitNotes:
+    """Listener for `sys.exit` and `os._exit` of this process.
+
+    Args:
+        before_leaving: Function called before `os._exit`, which runs no exit handlers.
+
+    Attributes:
+        last: Last call: keys "how", "code", "text" and "lines"; or None. The program may have
+            caught the `SystemExit`.
+        ended: True once Python's exit handlers have run.
+    """
+
+    def __init__(self, before_leaving: Callable[[], None]) -> None:
+        self.last: dict[str, Any] | None = None
+        self.ended = False
+        self._before_leaving = before_leaving
+        self._pid = os.getpid()
+        self._theirs: tuple[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Listen."""
+        self._theirs = sys.exit, os._exit
+        sys.exit, os._exit = self._exit, self._leave
+
+    def stop(self) -> None:
+        """Undo `start`."""
+        if self._theirs is not None:
+            if sys.exit == self._exit:
+                sys.exit = self._theirs[0]
+            if os._exit == self._leave:
+                os._exit = self._theirs[1]
+
+    def _exit(self, status: Any = None, /) -> NoReturn:
+        self._note("sys.exit", status)
+        raise SystemExit(status)
+
+    def _leave(self, status: int) -> NoReturn:
+        if os.getpid() == self._pid and not self.ended:
+            self._note("os._exit", status)
+            self._before_leaving()
+        assert self._theirs is not None
+        self._theirs[1](status)
+        raise SystemExit(status)  # never reached
+
+    def _note(self, how: str, status: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        code = 0 if status is None else status if isinstance(status, int) else 1
+        text = "" if status is None or isinstance(status, int) else str(status)[:_LENGTH]
+        lines = read_stack(call_stack(sys._getframe(2)))[:4]
+        self.last = {"how": how, "code": int(code), "text": text, "lines": lines}

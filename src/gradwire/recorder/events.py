@@ -1,75 +1,49 @@
-"""Errors of this process in order, from which a verdict starts."""
+"""Errors of this process in order, from which a verdict starts, and their origin.
+
+The origin is a call that waits for other ranks, a data loader, or the user's code. Gloo raises
+plain RuntimeErrors, like errors of wrong shapes: the raising code (C or Python) and the function
+being called tell them apart.
+"""
 
 from __future__ import annotations
 
+import dis
+import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import GradwireError, MismatchError, PeerFailedError
+from gradwire.recorder.files import ErrorRecord
 from gradwire.recorder.groups import GroupInfo, info_of
-from gradwire.recorder.lines import Line, Location, call_stack, read_stack
-from gradwire.recorder.origins import (
-    called_by_user,
-    came_from_loading,
-    came_from_waiting,
-    causes_of,
-    raised_in_python,
-    trace_of,
-)
+from gradwire.recorder.lines import Location, call_stack, is_users, read_stack
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 _KEPT = 32
 _NOTED = "_gradwire_noted"  # attribute of the error: IDs are reused after deletion
+_MOST = 16  # maximum length of a chain
+_COMMUNICATION = (
+    str(Path(torch.__file__).parent / "distributed") + "/",
+    str(Path(__file__).parents[1]) + "/",
+)
+_LOADING = str(Path(torch.__file__).parent / "utils" / "data") + "/"
+_WAITS = {"result", "synchronize", "value", "wait", "wait_all"}
+"""Methods of handles and futures that the user's own lines call."""
+_OF_ARGUMENTS = (AttributeError, TypeError, pickle.PicklingError)
+"""Errors that C code raises for its arguments, such as an object that cannot be pickled."""
+_PLUMBING = {"wrapper", "inner", "_fn"}  # functions of decorators
+_RAISE = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 
 
-@dataclass
-class Event:
-    """Error of this rank.
-
-    Attributes:
-        kind: "error", or "uncaught" if the error ends the process.
-        type, message: Type name and message of the error.
-        parameters: Model parameters that the error names.
-        time: Time of the error on CLOCK_MONOTONIC, in ns.
-        lines: Stack of the error, the user's own code first.
-        chain: Type names of its causes and contexts.
-        waited: True if the error, or one of the chain, was raised by a call that waits for ranks.
-        call: Function of torch.distributed that the user's line called; "" if none.
-        values: Value of each rank, by rank, if ranks disagree.
-        own: True if the error was raised by code that never waits for other ranks.
-        reported: Ranks that reported an error to this one, if the error says so.
-        raised: True if a `raise` statement of Python raised the error, and each of its chain.
-    """
-
-    kind: str
-    type: str
-    message: str
-    parameters: tuple[str, ...]
-    time: int
-    lines: list[Line] = field(default_factory=list)
-    chain: list[str] = field(default_factory=list)
-    waited: bool = False
-    call: str = ""
-    values: dict[int, str] = field(default_factory=dict)
-    own: bool = False
-    raised: bool = False
-    reported: tuple[int, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dict of plain containers and scalars."""
-        lists = {name: list(getattr(self, name)) for name in ("parameters", "reported")}
-        return dict(vars(self), **lists)
-
-
-events: deque[Event] = deque(maxlen=_KEPT)
-on_failure: list[Callable[[Event], None]] = []
+events: deque[ErrorRecord] = deque(maxlen=_KEPT)
+on_failure: list[Callable[[ErrorRecord], None]] = []
 """Functions called with each recorded error; see `black_box`."""
 
 
@@ -100,11 +74,16 @@ def record_error(
     if kind != "uncaught":
         locations += call_stack(sys._getframe(1))
     chain = list(causes_of(error))
-    event = Event(
+    try:
+        message = str(error)[:4000]
+    except Exception as other:
+        message = f"(str() of this error raised {type(other).__name__})"
+    parameters = getattr(error, "parameters", ()) if isinstance(error, GradwireError) else ()
+    event = ErrorRecord(
         kind,
         type(error).__name__,
-        _message(error),
-        tuple(getattr(error, "parameters", ())) if isinstance(error, GradwireError) else (),
+        message,
+        list(parameters),
         time.perf_counter_ns(),
         read_stack(locations)[:8],
         [type(each).__name__ for each in chain],
@@ -120,18 +99,11 @@ def record_error(
         listener(event)
 
 
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)[:4000]
-    except Exception as other:
-        return f"(str() of this error raised {type(other).__name__})"
-
-
-def _reported(error: BaseException, info: GroupInfo | None) -> tuple[int, ...]:
+def _reported(error: BaseException, info: GroupInfo | None) -> list[int]:
     """Return the global ranks that reported an error, which the others then raise."""
     if not isinstance(error, PeerFailedError) or info is None:
-        return ()
-    return tuple(info.ranks[rank] for rank in error.ranks if rank < len(info.ranks))
+        return []
+    return [info.ranks[rank] for rank in error.ranks if rank < len(info.ranks)]
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:
@@ -142,3 +114,82 @@ def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, s
     if not isinstance(error, MismatchError) or info is None or len(values) != len(info.ranks):
         return {}
     return dict(zip(info.ranks, values, strict=True))
+
+
+# -- origins -------------------------------------------------------------------------------------
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the causes and contexts of an error, from the inside out."""
+    for _ in range(_MOST):
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            return
+        yield inner
+        error = inner
+
+
+def trace_of(error: BaseException) -> list[Location]:
+    """Return an error's frames, outermost first."""
+    found, at = [], error.__traceback__
+    while at is not None:
+        found.append((at.tb_frame.f_code, at.tb_lasti))
+        at = at.tb_next
+    return found
+
+
+def came_from_waiting(error: BaseException) -> bool:
+    """Return True if C code raised the error in a call that may wait for other ranks.
+
+    False for errors from backward, where the origin cannot be decided.
+    """
+    trace = trace_of(error)
+    if not trace or isinstance(error, _OF_ARGUMENTS) or raised_in_python(error):
+        return False
+    code, instruction = trace[-1]
+    if is_users(code.co_filename):
+        return not _WAITS.isdisjoint(_names_on_line(code, instruction))
+    return code.co_filename.startswith(_COMMUNICATION)
+
+
+def raised_in_python(error: BaseException) -> bool:
+    """Return True if a `raise` statement raised the error, not code in C."""
+    trace = trace_of(error)
+    return bool(trace) and trace[-1][0].co_code[trace[-1][1]] in _RAISE
+
+
+def came_from_loading(error: BaseException) -> bool:
+    """Return True if a data loader raised the error.
+
+    When a worker has died, a signal handler raises it wherever the main thread is, even in a
+    collective.
+    """
+    trace = trace_of(error)
+    return bool(trace) and trace[-1][0].co_filename.startswith(_LOADING)
+
+
+def called_by_user(locations: Sequence[Location]) -> str:
+    """Return the torch.distributed function that the user's innermost line called; "" if none.
+
+    Args:
+        locations: Frames, innermost first.
+    """
+    called = ""
+    for code, _ in locations:
+        if is_users(code.co_filename):
+            return called
+        if code.co_name not in _PLUMBING:
+            called = code.co_name if code.co_filename.startswith(_COMMUNICATION) else ""
+    return ""
+
+
+def _names_on_line(code: CodeType, instruction: int) -> set[str]:
+    """Return the names that the line of an instruction looks up."""
+    lines = list(code.co_lines())  # a line may have several ranges
+    own = {number for start, end, number in lines if start <= instruction < end}
+    spans = [(start, end) for start, end, number in lines if number in own]
+    return {
+        each.argval
+        for each in dis.get_instructions(code)
+        if isinstance(each.argval, str) and any(s <= each.offset < e for s, e in spans)
+    }

@@ -1,6 +1,218 @@
-"""Names of the files in a directory of dumps, after which the rank comes."""
+"""Files in a directory of dumps: their names, dumps, and the ring file. Read without PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import mmap
+import os
+import pickle
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, ClassVar
+
+from gradwire.errors import ArgumentError
+from gradwire.recorder.lines import Line, read_line
 
 PREFIX, FIRST = "rank_", "first_"
 """Prefixes of a rank's dump, and of the one at its first failure."""
 RING, CRASH, STACKS = "ring-{}", "crash-{}.txt", "stacks-{}.txt"
 """Files that outlive any end of the process."""
+REQUEST = "request"
+"""File that asks all ranks for dumps."""
+
+MAX_BYTES = 1 << 28
+"""Maximum size of a dump; dumps of 2,000 collectives take 2 MB."""
+
+
+# -- dumps ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class ErrorRecord:
+    """Error of a rank.
+
+    Attributes:
+        kind: "error", or "uncaught" if the error ends the process.
+        type, message: Type name and message of the error.
+        parameters: Model parameters that the error names.
+        time: Time of the error in ns: on CLOCK_MONOTONIC in dumps, of the wall clock when read.
+        lines: Stack of the error, the user's own code first.
+        chain: Type names of its causes and contexts.
+        waited: True if the error, or one of the chain, was raised by a call that waits for ranks.
+        call: Function of torch.distributed that the user's line called; "" if none.
+        values: Value of each rank, by rank, if ranks disagree.
+        own: True if the error was raised by code that never waits for other ranks.
+        raised: True if a `raise` statement of Python raised the error, and each of its chain.
+        reported: Ranks that reported an error to this one, if the error says so.
+    """
+
+    kind: str
+    type: str
+    message: str
+    parameters: list[str]
+    time: int
+    lines: list[Line]
+    chain: list[str]
+    waited: bool
+    call: str
+    values: dict[int, str]
+    own: bool
+    raised: bool
+    reported: list[int]
+
+
+# A pickle can call any function while it is loaded, and a dump may come from somebody else: all
+# names are rejected. The unpickler in C would allocate whatever size a damaged file specifies.
+class _PlainUnpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: read
+        for code, read in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]  # allocates likewise
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}; dumps contain plain data only")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it has a persistent ID; dumps contain plain data only")
+
+
+def loads(data: bytes) -> dict[str, Any]:
+    """Load a dump from bytes; raise `ArgumentError` if they are none."""
+    try:
+        found = _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # damaged pickles raise errors of any type
+        raise ArgumentError(f"not a dump of a flight recorder: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("entries", []), list):
+        raise ArgumentError("not a dump of a flight recorder: it has no list of entries")
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load a dump from a file; raise `ArgumentError` if it is none."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ArgumentError(f"{path} has {path.stat().st_size} bytes: not a flight recorder dump")
+    try:
+        return loads(path.read_bytes())
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from error
+
+
+# -- ring file -----------------------------------------------------------------------------------
+
+_MAGIC = b"gwring2\0"
+_HEADER = struct.Struct("<8sqqqqq")  # magic, pid, wall offset, calls, last beat, bytes of texts
+_COUNT, _BEAT_TIME, _USED = 3, 4, 5  # indices of the header's integers
+_SLOT = struct.Struct("<qqqq")  # number, begin, end, text
+_SLOTS = 512
+_BEAT_BYTES = 8192
+_TEXT_BYTES = 1 << 17
+_BEAT = _HEADER.size
+_TEXTS = _BEAT + _BEAT_BYTES
+_FIRST = _TEXTS + _TEXT_BYTES
+SIZE = _FIRST + _SLOTS * _SLOT.size
+
+
+class RingFile:
+    """Mapped file of this process's last calls.
+
+    The kernel keeps its contents however the process ends: by SIGKILL, by a crash in C, or while C
+    code holds the GIL. A thread also notes, a few times per second, that Python runs, the counts of
+    the groups, and the main thread's line.
+
+    Attributes:
+        integers: The file as 64-bit integers, of which `begin` returns the index of an end. Writing
+            these one by one is faster than packing a slot.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            if hasattr(os, "posix_fallocate"):
+                # now: to write a page that a full disk has no room for is a SIGBUS
+                os.posix_fallocate(descriptor, 0, SIZE)
+            self._map = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+        self._count, self._used = 0, 0
+        self._known: dict[Any, int] = {}
+        self._kept: list[CodeType] = []  # code objects, whose IDs must not be reused
+        wall = time.time_ns() - time.perf_counter_ns()
+        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), wall, 0, 0, 0)
+        self.integers = memoryview(self._map).cast("q")
+
+    def begin(self, number: int, op: str, code: CodeType, instruction: int, at: int) -> int:
+        """Write a call that begins, and return the index of its end in `integers`."""
+        key = id(code), instruction, op
+        text = self._known.get(key)
+        if text is None:
+            text = self._text({"op": op, "line": read_line((code, instruction))})
+            if text:
+                self._known[key] = text
+                self._kept.append(code)
+        index = (_FIRST >> 3) + self._count % _SLOTS * (_SLOT.size >> 3)
+        integers = self.integers
+        integers[index] = number
+        integers[index + 1] = at
+        integers[index + 2] = 0
+        integers[index + 3] = text
+        self._count += 1
+        integers[_COUNT] = self._count
+        return index + 2
+
+    def beat(self, state: dict[str, Any]) -> None:
+        """Write that Python runs now, and the state of the process."""
+        text = json.dumps(state).encode()[: _BEAT_BYTES - 1]
+        self._map[_BEAT : _BEAT + len(text) + 1] = text + b"\0"
+        self.integers[_BEAT_TIME] = time.time_ns()
+
+    def close(self) -> None:
+        """Unmap the file; it stays where it is."""
+        self.integers.release()
+        self._map.close()
+
+    def _text(self, content: dict[str, Any]) -> int:
+        """Append a text and return its number, where it ends; 0 if there is no space left."""
+        line = json.dumps(content).encode() + b"\n"
+        if self._used + len(line) > _TEXT_BYTES:
+            return 0
+        self._map[_TEXTS + self._used : _TEXTS + self._used + len(line)] = line
+        self._used += len(line)
+        self.integers[_USED] = self._used
+        return self._used
+
+
+def read_ring(path: Path) -> dict[str, Any] | None:
+    """Return the contents of a ring file; None if it is not one.
+
+    Returns:
+        Keys "pid", "beat" (wall-clock time in ns), "state", and "calls", a list of dicts with keys
+        "op", "line", "number", "begin" and "end" (0 if open).
+    """
+    try:
+        data = path.read_bytes()
+        magic, pid, wall, count, beat, used = _HEADER.unpack_from(data)
+        if magic != _MAGIC or len(data) != SIZE:
+            return None
+        state = json.loads(data[_BEAT:_TEXTS].partition(b"\0")[0] or b"{}")
+    except (OSError, ValueError, struct.error):
+        return None
+    texts, end_of = {}, 0
+    for line in data[_TEXTS : _TEXTS + min(max(used, 0), _TEXT_BYTES)].splitlines(keepends=True):
+        end_of += len(line)
+        with contextlib.suppress(ValueError):
+            texts[end_of] = json.loads(line)
+    calls = []
+    for index in range(max(0, count - _SLOTS), count):
+        slot = _FIRST + index % _SLOTS * _SLOT.size
+        number, begin, end, text = _SLOT.unpack_from(data, slot)
+        if text in texts:
+            times = {"begin": begin + wall, "end": end + wall if end else 0}
+            calls.append(texts[text] | {"number": number} | times)
+    return {"pid": pid, "beat": beat, "state": state, "calls": calls}

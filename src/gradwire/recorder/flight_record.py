@@ -16,10 +16,10 @@ import torch
 from gradwire._processes import wait_until
 from gradwire._torch import analysed_backend, torchs_flight_records
 from gradwire.recorder import recording as r
+from gradwire.recorder.files import loads
 from gradwire.recorder.groups import GroupInfo, in_this_world, known_groups
 from gradwire.recorder.lines import is_users, read_line
-from gradwire.recorder.load import loads
-from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
+from gradwire.recorder.recording import Entry, Shapes, ring
 
 VERSION = "2.10"  # version of torch's format
 Record = dict[str, Any]
@@ -74,12 +74,7 @@ def flight_record() -> Record:
     on_shm = {entry["process_group"][0] for entry in own}
     theirs = _torchs_entries(groups, on_shm)
     references = {info.reference: info.name for info in groups.values()}
-    buckets = [
-        _bucket(bucket, references[bucket.group], wall)
-        for bucket in list(ring.buckets)
-        if bucket.group in references
-    ]
-    _add_buckets([*own, *theirs], buckets)
+    _add_buckets([*own, *theirs], references, wall)
     _add_ends(theirs, references, wall)
     entries = sorted([*own, *theirs], key=lambda entry: entry["time_created_ns"])
     first = ring.recorded - len(own) + _dropped(theirs)
@@ -94,7 +89,7 @@ def flight_record() -> Record:
         "pg_status": {},
         "comm_lib_version": "",
         "entries": entries,
-        "gradwire": {"format": 1, "wall_ns": wall, "messages": messages, "buckets": buckets},
+        "gradwire": {"wall_ns": wall, "messages": messages},
     }
 
 
@@ -233,16 +228,6 @@ def _dropped(entries: list[Record]) -> int:
     return min((int(entry["record_id"]) for entry in entries), default=0)
 
 
-def _bucket(bucket: BucketRecord, group: str, wall: int) -> Record:
-    made: Record = {name: getattr(bucket, name) for name in ("step", "index", "nbytes")}
-    made["group"] = group
-    made |= {"parameters": list(bucket.names), "first": bucket.first, "last": bucket.last}
-    for name in ("ready", "packed", "sent", "waited", "done"):
-        at = getattr(bucket, name)
-        made[f"{name}_ns"] = at + wall if at else None
-    return made
-
-
 def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> None:
     """Set the end times of collectives that gradwire has waited for."""
     ends = {(references.get(ref), number): at + wall for ref, number, at in list(ring.ends)}
@@ -252,14 +237,13 @@ def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> N
             entry["time_discovered_completed_ns"] = at
 
 
-def _add_buckets(entries: list[Record], buckets: list[Record]) -> None:
+def _add_buckets(entries: list[Record], references: dict[Any, str], wall: int) -> None:
     """Set the parameters of the collectives that carried buckets."""
     by_number = {(e["process_group"][0], e["collective_seq_id"]): e for e in entries}
-    for bucket in buckets:
-        for number in range(bucket["first"], bucket["last"] + 1):
-            entry = by_number.get((bucket["group"], number))
+    for bucket in list(ring.buckets):
+        for number in range(bucket.first, bucket.last + 1):
+            entry = by_number.get((references.get(bucket.group, ""), number))
             if entry is not None:
-                entry["parameters"] = bucket["parameters"]
-                entry["step"], entry["bucket"] = bucket["step"], bucket["index"]
-                if entry.get("backend") != "shm" and bucket["done_ns"]:
-                    entry["time_discovered_completed_ns"] = bucket["done_ns"]
+                entry["parameters"], entry["step"] = list(bucket.names), bucket.step
+                if entry.get("backend") != "shm" and bucket.done:
+                    entry["time_discovered_completed_ns"] = bucket.done + wall

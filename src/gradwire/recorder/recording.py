@@ -6,10 +6,13 @@ are of CLOCK_MONOTONIC, which the processes of a host share. The ring keeps size
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter_ns, process_time_ns
 from typing import Any
 
@@ -17,13 +20,22 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.recorder import finite
+from gradwire.recorder.files import RingFile
 from gradwire.recorder.groups import RecordedGroup, reference_to
-from gradwire.recorder.lines import caller
-from gradwire.recorder.ring_file import RingFile
+from gradwire.recorder.lines import call_stack, caller, is_users, read_stack
 
 LENGTH = 2000
 """Number of entries, as in torch's flight recorder."""
+
+CHECKS_FINITE = os.environ.get("GRADWIRE_CHECK_FINITE", "0") not in ("", "0")
+"""True if tensors are checked for NaN and infinity before a reduction spreads them.
+
+That reads every element of the buckets of gradwire's DistributedDataParallel and of all inputs of
+collectives on shm, and waits for the device.
+"""
+_MOST_NOT_FINITE = 8
+not_finite: list[dict[str, Any]] = []
+"""First tensors with NaN or infinity that this rank was about to send."""
 
 Shapes = torch.Size | tuple[torch.Size, ...]
 """Shape of one tensor, or of several."""
@@ -51,6 +63,7 @@ It is a list because creating one takes 1 µs, where an object takes 3. Its fiel
 """
 
 
+@dataclass(slots=True, eq=False)
 class BucketRecord:
     """Bucket of a backward pass, which no backend knows.
 
@@ -66,26 +79,18 @@ class BucketRecord:
         waited, done: Times when this rank began to wait for it, and when it was reduced.
     """
 
-    __slots__ = (
-        "done",
-        "first",
-        "group",
-        "index",
-        "last",
-        "names",
-        "nbytes",
-        "packed",
-        "ready",
-        "sent",
-        "step",
-        "waited",
-    )
-
-    def __init__(self, group: ProcessGroup, step: int, index: int, names: Sequence[str]) -> None:
-        self.group, self.step, self.index, self.names = reference_to(group), step, index, names
-        self.ready = perf_counter_ns()
-        self.first, self.last, self.nbytes = 0, -1, 0
-        self.packed = self.sent = self.waited = self.done = 0
+    group: weakref.ref[ProcessGroup]
+    step: int
+    index: int
+    names: Sequence[str]
+    nbytes: int = 0
+    first: int = 0
+    last: int = -1
+    ready: int = field(default_factory=perf_counter_ns)
+    packed: int = 0
+    sent: int = 0
+    waited: int = 0
+    done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +154,10 @@ class Ring:
         """Record a collective that is being enqueued."""
         if not self.on:
             return None
-        if finite.on:
-            finite.check_inputs(op, inputs)
+        if CHECKS_FINITE:
+            check_inputs(op, inputs)
         first = inputs or outputs
-        entry = [
+        entry: Entry = [
             group,
             number,
             op,
@@ -172,10 +177,12 @@ class Ring:
         ]
         if not group.named:
             group.find_name()
-        self.entries.append(entry)  # `_add`, inlined here and below since a call is measurable
+        self.entries.append(entry)  # here and below, since a call of a function is measurable
         self.recorded += 1
         if self.file is not None:
-            _write(self.file, entry)
+            entry[SLOT] = self.file.begin(
+                entry[NUMBER], op, entry[CODE], entry[INSTRUCTION], entry[CREATED]
+            )
         if self.listener is not None:
             self.listener(entry)
         return entry
@@ -197,16 +204,12 @@ class Ring:
         self.entries.append(entry)
         self.recorded += 1
         if self.file is not None:
-            _write(self.file, entry)
+            entry[SLOT] = self.file.begin(
+                entry[NUMBER], entry[OP], entry[CODE], entry[INSTRUCTION], entry[CREATED]
+            )
         if self.listener is not None:
             self.listener(entry)
         return entry
-
-    def _add(self, entry: Entry) -> None:
-        self.entries.append(entry)
-        self.recorded += 1
-        if self.listener is not None:
-            self.listener(entry)
 
     def begin_message(
         self,
@@ -221,11 +224,14 @@ class Ring:
             return None
         shape, at = tensor.shape, caller(op, 3)
         now = perf_counter_ns()
-        entry = [group, 0, op, shape, shape, tensor.dtype, *at, now, 0, 0, None, None, peer, done]
-        entry.append(None)
+        what = [group, 0, op, shape, shape, tensor.dtype]
+        entry = [*what, *at, now, 0, 0, None, None, peer, done, None]
         if not group.named:
             group.find_name()
-        self._add(entry)
+        self.entries.append(entry)
+        self.recorded += 1
+        if self.listener is not None:
+            self.listener(entry)
         return entry
 
     def end(self, group: ProcessGroup, number: int) -> None:
@@ -239,7 +245,7 @@ class Ring:
         """Record a bucket whose gradients are all ready."""
         if not self.on:
             return None
-        bucket = BucketRecord(group, step, index, names)
+        bucket = BucketRecord(reference_to(group), step, index, names)
         self.buckets.append(bucket)
         if self.listener is not None:
             self.listener(bucket)
@@ -247,8 +253,11 @@ class Ring:
 
     def check_bucket(self, bucket: BucketRecord, parameters: Sequence[Tensor]) -> None:
         """Note gradients of a bucket that are not finite, if that is checked."""
-        if finite.on:
-            finite.check_gradients(bucket.step, bucket.names, parameters)
+        if CHECKS_FINITE and len(not_finite) < _MOST_NOT_FINITE:
+            pairs = zip(bucket.names, parameters, strict=True)
+            bad = [name for name, p in pairs if p.grad is not None and not _is_finite([p.grad])]
+            if bad:
+                _note("the gradients", bucket.step, bad)
 
     def add_step(self, step: int, forward: int, backward: int, computed: int, reduced: int) -> None:
         """Record the times of a reduced backward pass, as in `StepRecord`."""
@@ -279,15 +288,33 @@ def record_completion(entry: Entry, done: Callable[[], bool]) -> None:
     entry[DONE] = done
 
 
-def _write(file: RingFile, entry: Entry) -> None:
-    call = entry[GROUP], entry[OP], entry[INPUTS], entry[DTYPE], entry[PEER]
-    site = entry[CODE], entry[INSTRUCTION]
-    named = entry[GROUP].named
-    entry[SLOT] = file.begin(entry[NUMBER], call, site, entry[CREATED], cached=named)
-
-
 def _shapes(tensors: Sequence[Tensor]) -> Shapes:
     return tensors[0].shape if len(tensors) == 1 else tuple(x.shape for x in tensors)
+
+
+# -- NaN and infinity ----------------------------------------------------------------------------
+
+
+def check_inputs(op: str, tensors: Sequence[Tensor]) -> None:
+    """Note a collective whose inputs are not finite."""
+    if len(not_finite) < _MOST_NOT_FINITE and not _is_finite(tensors):
+        _note(f"the input of {op}", None, [])
+
+
+def _is_finite(tensors: Sequence[Tensor]) -> bool:
+    for tensor in tensors:
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        numbers = values.is_floating_point() or values.is_complex()
+        if numbers and not bool(torch.isfinite(values).all()):
+            return False
+    return True
+
+
+def _note(what: str, step: int | None, parameters: list[str]) -> None:
+    locations = [at for at in call_stack(sys._getframe(1)) if is_users(at[0].co_filename)]
+    noted = {"what": what, "step": step, "parameters": parameters, "time": time.time_ns()}
+    not_finite.append(noted | {"lines": read_stack(locations)[:4]})  # none in autograd's threads
 
 
 ring = Ring()

@@ -26,7 +26,7 @@ from staging import Ranks
 
 import gradwire  # noqa: F401
 from gradwire.errors import ArgumentError
-from gradwire.recorder.load import load
+from gradwire.recorder.files import load
 from gradwire.recorder.verdict import explain
 
 SECONDS = 3

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.recorder.verdict.dumps import Dumps
-from gradwire.recorder.verdict.evidence import Evidence
-from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
-from gradwire.recorder.verdict.reading import read_dumps
+from gradwire.recorder.verdict.dumps import Dumps, read_dumps
+from gradwire.recorder.verdict.evidence import Evidence, Finding, Kind, Verdict
 from gradwire.recorder.verdict.rules import find_failures
 from gradwire.recorder.verdict.slow import find_slow
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire.recorder.verdict import absent, calls, ends, errors, start_up, waits
-from gradwire.recorder.verdict.evidence import OF_WHOLE_GROUPS, Evidence
-from gradwire.recorder.verdict.finding import (
+from gradwire.recorder.verdict import ends, errors, waits
+from gradwire.recorder.verdict.evidence import (
     CERTAIN,
     LIKELY,
+    OF_WHOLE_GROUPS,
     UNCLEAR,
+    Evidence,
     Finding,
     Kind,
     innermost,
@@ -88,7 +89,7 @@ RULES = (
         "a collective of one number that differs between ranks",
         (),
         CERTAIN,
-        calls.find_mismatch,
+        errors.find_mismatch,
     ),
     Rule(
         "other value",
@@ -96,7 +97,7 @@ RULES = (
         "a value that ranks compared and that differs",
         ("other call",),
         CERTAIN,
-        calls.find_disagreement,
+        errors.find_disagreement,
     ),
     Rule(
         "crash",
@@ -153,7 +154,7 @@ RULES = (
         "two processes with one RANK, and no collective",
         (),
         CERTAIN,
-        start_up.find_same_rank,
+        ends.find_same_rank,
     ),
     Rule(
         "other address",
@@ -161,7 +162,7 @@ RULES = (
         "different values of the launcher's variables, and no collective",
         ("same rank",),
         CERTAIN,
-        start_up.find_other_values,
+        ends.find_other_values,
     ),
     Rule(
         "never started",
@@ -169,7 +170,7 @@ RULES = (
         "no process of a rank, and no collective",
         ("same rank", "other address", "error", "exit", "signal", "crash"),
         LIKELY,
-        start_up.find_never_started,
+        ends.find_never_started,
     ),
     Rule(
         "store",
@@ -177,7 +178,7 @@ RULES = (
         "rank 0 ended before errors of the store on other ranks",
         ("error", "signal", "exit", "crash"),
         LIKELY,
-        start_up.find_store_gone,
+        ends.find_store_gone,
     ),
     Rule(
         "deadlock",
@@ -201,7 +202,7 @@ RULES = (
         "a collective in which ranks wait, and ranks that have not called it and do not wait",
         ("another wait", "deadlock"),
         LIKELY,
-        absent.find_missing,
+        waits.find_missing,
     ),
     Rule(
         "not in a group's call",
@@ -209,7 +210,7 @@ RULES = (
         "all ranks but one in a call such as new_group",
         ("another wait", "missing"),
         LIKELY,
-        absent.find_not_in_group_call,
+        waits.find_not_in_group_call,
     ),
     Rule(
         "late",
@@ -217,7 +218,7 @@ RULES = (
         "ranks that made a call only after the others had given up",
         ("another wait", "missing", "not in a group's call"),
         LIKELY,
-        absent.find_late,
+        waits.find_late,
     ),
 )
 

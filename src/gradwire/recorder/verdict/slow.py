@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
-from gradwire.recorder.verdict.finding import LIKELY, Finding, Kind, list_ranks, place_of
+from gradwire.recorder.verdict.evidence import LIKELY, Finding, Kind, list_ranks, place_of
 
 _SHARE = 0.05  # fraction of the time that the dumps cover
 _LEAST_NS = 500_000_000  # less may be the machine's own noise
