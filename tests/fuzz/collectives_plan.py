@@ -1,4 +1,4 @@
-"""A case of the collectives' fuzzer, made from a seed: a program of collectives, step by step.
+"""A case of the collectives' fuzzer: a program of collectives, step by step.
 
 A step takes a register, brings it to the shape that its collective wants, and its result is a new
 register. Registers 0, 1, … are the leaves; all ranks run the same steps.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fuzz import collectives_makers as makers
 from fuzz.collectives_case import COMPLEX, INTEGERS, Case, shape
 
-__all__ = ["Leaf", "Plan", "Step", "make_plan"]
+__all__ = ["Leaf", "Plan", "Step", "make_plan", "shown"]
 
 IN_ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """Whether a group's ranks may be in another order than the world's, which 2.11 does not have."""
@@ -106,18 +106,17 @@ class Plan:
     device: str = "cpu"
 
 
-def make_plan(seed: int, *, alone: bool = False, device: str = "cpu") -> Plan:
-    """The case of a seed; `alone` gives it one rank, as NCCL has on one GPU."""
-    return replace(_Maker(seed, [1] if alone else [2, 2, 3, 3, 4]).plan(), device=device)
+def make_plan(rng: random.Random, worlds: Sequence[int] = (2, 2, 3, 3, 4)) -> Plan:
+    """Draw a case."""
+    return _Maker(rng, worlds).plan()
 
 
 class _Maker:
-    def __init__(self, seed: int, worlds: Sequence[int]) -> None:
-        self.rng = random.Random(f"collectives {seed}")
-        self.seed, self.worlds = seed, worlds
+    def __init__(self, rng: random.Random, worlds: Sequence[int]) -> None:
+        self.rng, self.worlds = rng, worlds
 
     def chance(self, p: float) -> bool:
-        return self.rng.random() < p
+        return self.rng.randrange(100) < 100 * p
 
     def plan(self) -> Plan:
         rng = self.rng
@@ -139,9 +138,10 @@ class _Maker:
         steps = []
         for _ in range(rng.choice([1, 1, 2, 3, 4, 6])):
             steps.append(self.step(last=bool(steps) and self.chance(0.65)))
+        seed = rng.getrandbits(32)
         return Plan(
-            self.seed, self.ranks, leaves, tuple(steps), self.checks, self.twice, self.by_grad
-        )
+            seed, self.ranks, leaves, tuple(steps), self.checks, self.twice, self.by_grad
+        )  # fmt: skip
 
     def leaf(self) -> Leaf:
         rng = self.rng
@@ -207,3 +207,30 @@ class _Maker:
         if self.chance(0.15):
             return ()
         return tuple(self.rng.choice(LOSSES) for _ in range(self.ranks))
+
+
+def shown(plan: Plan) -> str:
+    """A program as a person reads it."""
+    lines = [f"# {plan.ranks} ranks; checks={plan.checks}, seed {plan.seed}"]
+    for i, leaf in enumerate(plan.leaves):
+        shapes = leaf.shapes[0] if len({*leaf.shapes}) == 1 else f"by rank: {[*leaf.shapes]}"
+        wanted = "" if all(leaf.wanted) else f", requires_grad by rank: {[*leaf.wanted]}"
+        lines.append(f"v{i} = {leaf.dtype} of shape {shapes}{wanted}")
+    lines += [line for step in plan.steps for line in _lines(step)]
+    kinds = {s.number: s.losses for s in plan.steps if s.losses}
+    lines.append("loss: " + ", ".join(f"v{n} ({' '.join(kind)})" for n, kind in kinds.items()))
+    by = "torch.autograd.grad" if plan.by_grad else "backward"
+    lines.append(f"gradients by {by}{', twice' if plan.twice else ''}")
+    return "\n".join(lines)
+
+
+def _lines(step: Step) -> Iterator[str]:
+    shapes = step.shapes[0] if len({*step.shapes}) == 1 else f"by rank: {[*step.shapes]}"
+    layouts = step.layouts[0] if len({*step.layouts}) == 1 else f"by rank: {[*step.layouts]}"
+    args = "".join(f", {name}={value!r}" for name, value in step.args.items())
+    group = f", group={[*step.members]}" if step.members else ""
+    start = ", async_op=True" * step.asynchronous
+    yield f"x = v{step.given} as {step.dtype} of shape {shapes}, layout {layouts}"
+    late = "  # waited for where it is used" * step.late
+    inside = f"  # in a checkpoint ({step.checkpoint})" if step.checkpoint else ""
+    yield f"v{step.number} = {step.post}({step.op}(x{args}{group}{start})){late}{inside}"

@@ -10,8 +10,7 @@ import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from fuzz.collectives_reference import Reference, reference
 from gradwire.errors import CollectiveTimeoutError
 from gradwire.testing import RankError, run_ranks
 
-__all__ = ["Tally", "run_many", "run_one"]
+__all__ = ["run_batch"]
 
 LIMIT = 20
 """Seconds that a program may take on a busy machine: what takes longer hangs."""
@@ -67,7 +66,7 @@ def _checks(plan: Plan, backend: str) -> bool | None:
     return True if uneven and backend == "gloo" else plan.checks
 
 
-def run_batch(plans: Sequence[Plan], backend: str) -> list[list[str]]:
+def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
     """What is wrong with the first plans, up to one that ends the ranks' call."""
     ended = ""
     with tempfile.TemporaryDirectory() as place:
@@ -86,7 +85,7 @@ def run_batch(plans: Sequence[Plan], backend: str) -> list[list[str]]:
     problems = []
     for plan, own in zip(plans, zip(*seen, strict=False), strict=False):
         raised = [f"rank {r}: {what}" for r, what in enumerate(own) if isinstance(what, str)]
-        problems.append(raised or [*differences(plan, own, reference(plan))])
+        problems.append("\n".join(raised or differences(plan, own, reference(plan))))
         if raised:
             return problems
     if ended and len(problems) < len(plans):
@@ -95,7 +94,7 @@ def run_batch(plans: Sequence[Plan], backend: str) -> list[list[str]]:
             for r, own in enumerate(seen)
             if len(own) > len(problems) and isinstance(own[len(problems)], str)
         ]
-        problems.append([*reported, ended])
+        problems.append("\n".join([*reported, ended]))
     return problems
 
 
@@ -164,34 +163,3 @@ def _off(got: Tensor | None, wanted: Tensor | None, tolerance: float) -> str:
         return f"{got.dtype} for {wanted.dtype}"
     equal = torch.isclose(got.to(wanted.dtype), wanted, 0, tolerance, equal_nan=True)
     return "" if equal.all() else f"{got} for {wanted} (to {tolerance:.1e})"
-
-
-def run_one(plan: Plan, backend: str) -> list[str]:
-    """What is wrong with one plan."""
-    return run_batch([plan], backend)[0]
-
-
-@dataclass
-class Tally:
-    """What became of many programs."""
-
-    ran: int = 0
-    failed: dict[int, list[str]] = field(default_factory=dict)
-
-
-def run_many(plans: Iterable[Plan], backend: str, *, at_once: int = 100) -> Tally:
-    """Programs, with as many ranks as each has."""
-    tally = Tally()
-    by_ranks: dict[int, list[Plan]] = {}
-    for plan in plans:
-        by_ranks.setdefault(plan.ranks, []).append(plan)
-    for waiting in by_ranks.values():
-        while waiting:
-            batch = waiting[:at_once]
-            found = run_batch(batch, backend)
-            for plan, problems in zip(batch, found, strict=False):
-                tally.ran += 1
-                if problems:
-                    tally.failed[plan.seed] = problems
-            waiting = waiting[len(found) :]
-    return tally

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -20,7 +21,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
-__all__ = ["GroupsPlan", "Wrapper", "make_groups_plan", "run_groups_plan"]
+__all__ = ["make_plan", "run_batch"]
 
 WIDTH = 4
 TIMEOUT = 60.0
@@ -48,28 +49,29 @@ class GroupsPlan:
     steps: int
 
 
-def make_groups_plan(seed: int) -> GroupsPlan:
+def make_plan(rng: random.Random) -> GroupsPlan:
     """Draw a program."""
-    rng = random.Random(seed)
     ranks = rng.choice([2, 3, 3, 4])
     everyone = tuple(range(ranks))
     ring = [tuple(sorted((r, (r + 1) % ranks))) for r in everyone]
     some = [c for n in range(2, ranks + 1) for c in combinations(everyone, n)]
-    groups = ring if rng.random() < 0.4 else rng.choices([everyone, *some], k=rng.randint(2, 4))
+    groups = (
+        ring if rng.randrange(100) < 40 else rng.choices([everyone, *some], k=rng.randint(2, 4))
+    )
     count = rng.randint(len(groups), len(groups) + 2)
     places = [*range(len(groups)), *rng.choices(range(len(groups)), k=count - len(groups))]
     rng.shuffle(places)
     wrappers = tuple(
         Wrapper(
             group=place,
-            find_unused=rng.random() < 0.5,
+            find_unused=rng.randrange(100) < 50,
             hook=rng.choice(["", "", "one", "chain"]),
-            sparse=rng.random() < 0.15,
-            small_buckets=rng.random() < 0.5,
+            sparse=rng.randrange(100) < 15,
+            small_buckets=rng.randrange(100) < 50,
         )
         for place in places
     )
-    return GroupsPlan(seed, ranks, tuple(groups), wrappers, steps=4)
+    return GroupsPlan(rng.getrandbits(32), ranks, tuple(groups), wrappers, steps=4)
 
 
 class Net(nn.Module):
@@ -158,7 +160,7 @@ def run_plan(plan: GroupsPlan) -> list[str]:
 def one_input(wrapper: Wrapper, rng: random.Random) -> tuple[Tensor, int, bool]:
     """Draw the arguments of a forward."""
     x = torch.full((2, WIDTH), rng.random(), dtype=torch.float64)
-    return x, rng.randrange(3), not wrapper.find_unused or rng.random() < 0.5
+    return x, rng.randrange(3), not wrapper.find_unused or rng.randrange(100) < 50
 
 
 def ordered_by_group(drawn: list[int], groups: list[int]) -> list[int]:
@@ -177,10 +179,12 @@ def differing(net: DistributedDataParallel, twin: nn.Module) -> list[str]:
     ]
 
 
-def run_groups_plan(plan: GroupsPlan, backend: str) -> list[str]:
-    """Run a program on all ranks; returns what is wrong."""
+def run_batch(plans: Sequence[GroupsPlan], backend: str) -> list[str]:
+    """Run the first program on all ranks; return what is wrong."""
+    plan = plans[0]
     try:
         results = run_ranks(run_plan, plan.ranks, backend=backend, timeout=TIMEOUT, args=(plan,))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
-    return [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
+    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
+    return ["\n".join(wrong)]

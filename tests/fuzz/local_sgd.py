@@ -30,7 +30,7 @@ from gradwire.local_sgd import LocalSGD
 from gradwire.local_sgd.exchange import assign_fragments, due
 from gradwire.testing import run_ranks
 
-__all__ = ["Plan", "make_plan", "run_many"]
+__all__ = ["make_plan", "run_batch"]
 
 LIMIT = 60
 INNER = {
@@ -91,21 +91,20 @@ class Plan:
         return [i for i in range(len(self.shapes)) if i not in self.frozen or i in thawed]
 
 
-def make_plan(seed: int) -> Plan:
+def make_plan(r: random.Random) -> Plan:
     """Draw a plan."""
-    r = random.Random(seed)
     shapes = tuple(r.choice(SHAPES) for _ in range(r.randint(1, 5)))
-    frozen = tuple(i for i in range(1, len(shapes)) if r.random() < 0.3)
+    frozen = tuple(i for i in range(1, len(shapes)) if r.randrange(100) < 30)
     every, steps, ranks = r.randint(1, 4), r.randint(3, 10), r.randint(1, 3)
-    events = {("thaw", r.randrange(steps), i) for i in frozen if r.random() < 0.7}
+    events = {("thaw", r.randrange(steps), i) for i in frozen if r.randrange(100) < 70}
     for kind, of in (("skip", ranks), ("synchronize", 1), ("deepcopy", 1), ("pickle", 1)):
-        events |= {(kind, s, w) for s in range(steps) for w in range(of) if r.random() < 0.12}
+        events |= {(kind, s, w) for s in range(steps) for w in range(of) if r.randrange(100) < 12}
     hook = r.choice(EXACT * 2 + COMPRESSING)
     if {(), (0,)} & set(shapes) and hook == "power_sgd":  # which takes neither
         hook = "low_rank"
-    events |= {("resume", s, 0) for s in range(steps) if r.random() < 0.2}
+    events |= {("resume", s, 0) for s in range(steps) if r.randrange(100) < 20}
     return Plan(
-        seed,
+        r.getrandbits(32),
         ranks,
         shapes,
         r.choice([torch.float64, torch.float32]),
@@ -113,7 +112,7 @@ def make_plan(seed: int) -> Plan:
         r.choice(list(OUTER)),
         hook,
         r.choice([None, *SCHEDULERS]),
-        r.random() < 0.4,
+        r.randrange(100) < 40,
         every,
         r.randint(1, min(every, len(shapes) - len(frozen))),
         frozen,
@@ -332,27 +331,22 @@ def _differences(plan: Plan, got: Sequence[Any], want: Sequence[Any]) -> list[st
     return []
 
 
-def run_many(plans: Iterable[Plan], backend: str) -> dict[int, list[str]]:
-    """Run plans; what is wrong, by seed, for those that fail."""
-    failed, by_ranks = {}, {}
-    for plan in plans:
-        by_ranks.setdefault(plan.ranks, []).append(plan)
+def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
+    """Run plans; return what is wrong with each."""
     moving = {"deepcopy", "pickle", "resume"}
-    for ranks, some in by_ranks.items():
-        twins = [
-            replace(p, events=frozenset(e for e in p.events if e[0] not in moving))
-            for p in some
-            if p.hook in COMPRESSING
-        ]
-        results = run_ranks(_on_ranks, ranks, args=([*some, *twins],), backend=backend, timeout=600)
-        by_plan = [[rank[number] for rank in results] for number in range(len(some) + len(twins))]
-        of_twins = iter(by_plan[len(some) :])
-        for plan, got in zip(some, by_plan, strict=False):
-            want = (
-                next(of_twins)
-                if plan.hook in COMPRESSING
-                else reference(replace(plan, device="cpu"))
-            )
-            if problems := _differences(plan, got, want):
-                failed[plan.seed] = problems
-    return failed
+    twins = [
+        replace(p, events=frozenset(e for e in p.events if e[0] not in moving))
+        for p in plans
+        if p.hook in COMPRESSING
+    ]
+    on_all = run_ranks(
+        _on_ranks, plans[0].ranks, args=([*plans, *twins],), backend=backend, timeout=600
+    )
+    by_plan = [[rank[number] for rank in on_all] for number in range(len(plans) + len(twins))]
+    of_twins = iter(by_plan[len(plans) :])
+    found = []
+    for plan, got in zip(plans, by_plan, strict=False):
+        compresses = plan.hook in COMPRESSING
+        want = next(of_twins) if compresses else reference(replace(plan, device="cpu"))
+        found.append("\n".join(_differences(plan, got, want)))
+    return found

@@ -1,4 +1,4 @@
-"""A case of the fuzzer, made from a seed: a model, how it is wrapped, and how it is trained."""
+"""A case of the fuzzer: a model, how it is wrapped, and how it is trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 COMPLEX = ("complex64",)
-BODIES = ("residual", "checkpoint", "reentrant", "inner")
+BODIES = ("residual", "checkpoint", "reentrant")
 SIZES = (
     (5, 4), (32, 4), (127, 8), (128, 8), (129, 8), (250, 8),  # 80 B … 4 KiB … 8 KB
     (1023, 8), (1024, 8), (2500, 8),  # 32 KiB, 80 KB
@@ -84,7 +84,6 @@ class Plan:
         ops: Its forward.
         loss: What the loss adds, with parameters used outside the wrapper.
         hooks: Parameters' names with "scale", "note", "after" (post-accumulate).
-        wrap: "one"; "two": two wrappers that share the first half.
         options: For both classes.
         hook: The communication hook.
         flat_grads: Gradients are views of a buffer of the user's.
@@ -99,7 +98,6 @@ class Plan:
     ops: tuple[Op, ...] = ()
     loss: tuple[Op, ...] = ()
     hooks: tuple[tuple[str, str], ...] = ()
-    wrap: str = "one"
     options: dict[str, Any] = field(default_factory=dict)
     hook: str | None = None
     steps: tuple[Step, ...] = (Step(),)
@@ -133,44 +131,18 @@ def params_in(ops: tuple[Op, ...]) -> Iterator[Param]:
         yield from params_in(op.body)
 
 
-def _always(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Operations that are left out nowhere."""
-    used = (op for op in ops if op.kind != "spare")
-    kept = (replace(op, skip=(), body=_always(op.body)) for op in used)
-    return tuple(op for op in kept if op.kind != "inner" or [*params_in(op.body)])
-
-
-def _possible(plan: Plan) -> Plan:
-    """Without what neither class can do, or what is not the same for the naive average."""
-    kinds = {op.kind for op in operations(plan.ops)}
-    if "reentrant" in kinds:  # two forwards: two gradients of one parameter in one backward
-        steps = (replace(s, form="once") if s.form == "two" else s for s in plan.steps)
-        plan = replace(plan, steps=tuple(steps))
-    if "inner" in kinds and any(step.local for step in plan.steps):
-        # only the outer wrapper is in no_sync: the inner one, PyTorch's too, reduces in local steps
-        hooks = ((name, "note" if what == "after" else what) for name, what in plan.hooks)
-        plan = replace(plan, hooks=tuple(hooks))
-    return plan
-
-
-def _called(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Operations whose inner wrappers have parameters, and run on every rank."""
-    kept = (op for op in ops if op.kind != "inner" or [*params_in(op.body)])
-    return tuple(replace(op, skip=()) if op.kind == "inner" else op for op in kept)
-
-
 class _Maker:
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.seed, self.count = seed, 0
+    def __init__(self, rng: random.Random, small: bool) -> None:
+        self.rng, self.small, self.count = rng, small, 0
         self.known: list[Param] = []
 
     def chance(self, p: float) -> bool:
-        return self.rng.random() < p
+        return self.rng.randrange(100) < 100 * p  # hypothesis draws integers evenly
 
     def plan(self) -> Plan:
         rng = self.rng
-        rows, cols = rng.choice(LARGE if self.chance(0.08) else SIZES)
+        sizes = SIZES[:6] if self.small else LARGE if self.chance(0.08) else SIZES
+        rows, cols = rng.choice(sizes)
         self.rows, self.cols = rows, cols
         kinds = ("float32",) * 6 + ("float64", "bfloat16", "complex64", "complex64")
         self.dtype = rng.choice(kinds)
@@ -180,7 +152,7 @@ class _Maker:
         unused, static = rng.choice([(False, False)] * 4 + [(True, False)] * 3 + [(False, True)])
         self.unused, self.static = unused, static
         self.steps = tuple(self.step(i) for i in range(rng.choice([2, 2, 3, 4])))
-        self.ranks = 3 if self.chance(0.1) else 2
+        self.ranks = 3 if not self.small and self.chance(0.1) else 2
         count = rng.choice([1, 2, 2, 3, 4, 6] if rows * cols > 100_000 else [1, 2, 3, 5, 8])
         ops = tuple(self.op(depth=0) for _ in range(count))
         if not [*params_in(ops)]:
@@ -189,23 +161,17 @@ class _Maker:
             self.hook = "torch_allreduce"  # PyTorch's casts drop imaginary parts
         loss = tuple(self.in_loss() for _ in range(rng.choice([0, 0, 0, 1])))
         options = self.options()
-        wrap = "two" if self.chance(0.07) else "one"
-        if wrap == "two" or any(op.kind == "inner" for op in ops):
-            kept = ("bucket_cap_mb", "find_unused_parameters")
-            options = {k: v for k, v in options.items() if k in kept}
-            ops = _called(ops) if self.unused else _always(ops)
-            ops = ops or (replace(self.leaf("mul"), skip=()),)
-            wrap = "one" if any(op.kind == "inner" for op in ops) else wrap
-            if not [*params_in(ops[: (len(ops) + 1) // 2])]:  # the half that "two" share
-                ops = (replace(self.leaf("mul"), skip=()), *ops)
-            if self.hook and self.hook.startswith("torch"):
-                self.hook = "all_reduce"  # without `single_collective`, two reducers' orders differ
         loss = tuple(op for op in loss if {*op.params} <= {*params_in(ops)} and op.params)
-        plan = Plan(
-            self.seed, self.ranks, (rows, cols), self.dtype, ops, loss, self.hooks(ops), wrap,
-            options, self.hook, self.steps, self.chance(0.05) and not options.get(VIEW),
+        steps = self.steps
+        if any(op.kind == "reentrant" for op in operations(ops)):
+            # two forwards would give two gradients of one parameter in one backward
+            steps = tuple(replace(s, form="once") if s.form == "two" else s for s in steps)
+        seed = rng.getrandbits(32)
+        return Plan(
+            seed, self.ranks, (rows, cols), self.dtype, ops, loss, self.hooks(ops), options,
+            self.hook, steps, self.chance(0.05) and not options.get(VIEW),
+            seed if self.chance(0.3) else None,
         )  # fmt: skip
-        return _possible(plan)
 
     def step(self, number: int) -> Step:
         zero = "none" if number == 0 else self.rng.choice(["none"] * 4 + ["zeros"] * 3 + ["keep"])
@@ -247,7 +213,7 @@ class _Maker:
     def op(self, depth: int) -> Op:
         rng = self.rng
         if depth < 2 and self.chance(0.2):
-            kind = rng.choice(BODIES if depth == 0 else BODIES[:3])
+            kind = rng.choice(BODIES)
             before = list(self.known)
             if kind == "reentrant" and self.unused:
                 kind = "checkpoint"  # both refuse the other
@@ -318,8 +284,6 @@ KINDS: dict[str, tuple[float, tuple[str, ...]]] = {
 """Weights, and the shapes of the parameters."""
 
 
-def make_plan(seed: int) -> Plan:
-    """The case of a seed."""
-    plan = _Maker(seed).plan()
-    rng = random.Random(f"containers {seed}")
-    return replace(plan, containers=seed) if rng.random() < 0.3 else plan
+def make_plan(rng: random.Random, *, small: bool = False) -> Plan:
+    """Draw a case; a small one has two ranks, and parameters that do not travel in place."""
+    return _Maker(rng, small).plan()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
-__all__ = ["Action", "Program", "make_program", "run_programs"]
+__all__ = ["make_plan", "run_batch"]
 
 WIDTH, BATCH = 5, 3
 TIMEOUT = 60.0
@@ -93,30 +93,29 @@ class Program:
     actions: tuple[Action, ...] = ()
 
 
-def make_program(seed: int) -> Program:
+def make_plan(rng: random.Random) -> Program:
     """Draw a program."""
-    rng = random.Random(f"program {seed}")
     unused, static = rng.choice([(False, False)] * 3 + [(True, False)] * 2 + [(False, True)])
     options: dict[str, Any] = {
         "find_unused_parameters": unused,
         "static_graph": static,
-        "gradient_as_bucket_view": rng.random() < 0.3,
+        "gradient_as_bucket_view": rng.randrange(100) < 30,
         "bucket_cap_mb": rng.choice([None, None, 1e-4, 2e-4]),
         "check_replicas": rng.choice([None, None, 0, 1, 2]),
-        "broadcast_buffers": rng.random() < 0.8,
-        "sync_buffers_in_eval": rng.random() < 0.5,
-        "lazy_bucket_allocation": rng.random() < 0.2,
+        "broadcast_buffers": rng.randrange(100) < 80,
+        "sync_buffers_in_eval": rng.randrange(100) < 50,
+        "lazy_bucket_allocation": rng.randrange(100) < 20,
     }
     program = Program(
-        seed,
+        seed=rng.getrandbits(32),
         ranks=rng.choice([2, 2, 2, 3]),
         dtype=rng.choice(["float64", "float64", "float32", "float32", "bfloat16"]),
         default_dtype=rng.choice(["float32", "float64", "bfloat16"]),
         subclass=rng.choice(["plain", "named", "wrapper"]),
         norm=rng.choice(["none", "none", "batch", "sync"]),
         hook=rng.choice([None, None, None, *HOOKS]),
-        changes=tuple(c for c in ("before", "after") if rng.random() < 0.25),
-        containers=rng.randrange(10**6) if rng.random() < 0.5 else None,
+        changes=tuple(c for c in ("before", "after") if rng.randrange(100) < 25),
+        containers=rng.randrange(10**6) if rng.randrange(100) < 50 else None,
         options=options,
     )
     if program.dtype == "bfloat16":  # a rounding more or less would show
@@ -129,7 +128,7 @@ def make_program(seed: int) -> Program:
 
 def draw_action(rng: random.Random, program: Program) -> Action:
     """Draw a part of a program."""
-    some = tuple(r for r in range(program.ranks) if rng.random() < 0.5)
+    some = tuple(r for r in range(program.ranks) if rng.randrange(100) < 50)
     unused = some if program.options["find_unused_parameters"] else ()
     alone = rng.choice([None, *range(program.ranks)])
     kind = rng.choice(["step"] * 5 + ["transform"] * 3 + ["evaluate", "edit", "edit", "skip"])
@@ -148,7 +147,7 @@ def draw_action(rng: random.Random, program: Program) -> Action:
     local = rng.choice([0, 0, 0, 1, 2])
     zero = rng.choice(["none", "none", "none", "zeros", "keep"])
     weights = None
-    if program.dtype != "bfloat16" and program.norm != "sync" and rng.random() < 0.35:
+    if program.dtype != "bfloat16" and program.norm != "sync" and rng.randrange(100) < 35:
         scale = rng.choice([1, 1, 1000])
         drawn = [
             [rng.randint(0, 4) * scale for _ in range(local + 1)] for _ in range(program.ranks)
@@ -583,7 +582,7 @@ def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: 
             module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
 
 
-def run_on_rank(programs: list[Program]) -> None:
+def run_on_rank(programs: Sequence[Program]) -> None:
     """Run programs; raise at the first one that fails."""
     for program in programs:
         before = torch.get_default_dtype()
@@ -596,19 +595,13 @@ def run_on_rank(programs: list[Program]) -> None:
             torch.set_default_dtype(before)
 
 
-def run_programs(programs: Iterable[Program], backend: str) -> dict[int, str]:
-    """Run programs, many in one call of the ranks; return the errors of those that fail."""
-    by_ranks: dict[int, list[Program]] = {}
-    for program in programs:
-        by_ranks.setdefault(program.ranks, []).append(program)
-    found: dict[int, str] = {}
-    for ranks, together in by_ranks.items():
-        limit = TIMEOUT + 3.0 * len(together)
-        try:
-            run_ranks(run_on_rank, ranks, backend=backend, timeout=limit, args=(together,))
-        except Exception as error:
-            if len(together) == 1:
-                found[together[0].seed] = f"{type(error).__name__}: {error}"
-            for program in together if len(together) > 1 else ():
-                found |= run_programs([program], backend)
-    return found
+def run_batch(programs: Sequence[Program], backend: str) -> list[str]:
+    """Run programs in one call of the ranks; after an error, one by one."""
+    limit = TIMEOUT + 3.0 * len(programs)
+    try:
+        run_ranks(run_on_rank, programs[0].ranks, backend=backend, timeout=limit, args=(programs,))
+    except Exception as error:
+        if len(programs) == 1:
+            return [f"{type(error).__name__}: {error}"]
+        return [run_batch([program], backend)[0] for program in programs]
+    return [""] * len(programs)

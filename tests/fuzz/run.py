@@ -1,4 +1,4 @@
-"""Runs cases: many in one call of the ranks, and again one by one where a call ends early."""
+"""Runs models: many in one call of the ranks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import faulthandler
 import pickle
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from fuzz import mirror
 from fuzz.plan import Plan, operations, uses_nothing
 from fuzz.train import Side, differences
 from gradwire.ddp.buckets import assignment, packed
 from gradwire.errors import CollectiveTimeoutError
 from gradwire.testing import RankError, run_ranks
 
-__all__ = ["Outcome", "Tally", "run_many", "run_one"]
+__all__ = ["run_batch"]
 
 LR = 0.01
 LIMIT = 180
@@ -51,43 +49,22 @@ def suits_torch(plan: Plan) -> bool:
     uses, on the ranks that have them; a rank that uses none at all sends nothing.
     """
     kinds = {op.kind for op in operations(plan.ops)}
-    several = plan.wrap == "two" or "inner" in kinds
     return not plan.options.get("find_unused_parameters") or not (
-        several or plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
+        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
     )
-
-
-def _refused(found: dict[str, str], *, with_torch: bool) -> bool:
-    """Whether ours says that it cannot do this, and PyTorch's, if it was tried, cannot either.
-
-    Of these there are a few: parameters in several reentrant checkpoints.
-    """
-    ours = "got a gradient twice in one backward" in found.get("ours", "")
-    return ours and ("torch: " in found.get("torch", "") or not with_torch)
 
 
 class _Case:
     """One rank's part."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        control: dist.ProcessGroup,
-        theirs: dist.ProcessGroup,
-        *,
-        with_torch: bool = True,
-    ) -> None:
+    def __init__(self, plan: Plan, control: dist.ProcessGroup, theirs: dist.ProcessGroup) -> None:
         self.plan, self.control, self.theirs = plan, control, theirs
-        self.kinds = ["naive", "ours"]
-        if with_torch and suits_torch(plan):
-            self.kinds.append("torch")
+        self.kinds = ["naive", "ours", *(["torch"] if suits_torch(plan) else [])]
         self.outcome = Outcome()
         self.broken = False
 
     def agreed(self, problem: str) -> str:
         """The first problem that any rank has."""
-        if self.plan.ranks == 1:
-            return problem
         problems: list[str] = [""] * self.plan.ranks
         dist.all_gather_object(problems, problem, group=self.control)
         return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
@@ -145,7 +122,9 @@ class _Case:
                 found[kind] = problem
                 if kind == "naive":
                     break
-        if _refused(found, with_torch="torch" in sides):
+        refused = "got a gradient twice in one backward" in found.get("ours", "")
+        if refused and ("torch" not in sides or "torch: " in found.get("torch", "")):
+            # parameters in several reentrant checkpoints
             found = {"naive": f"both refuse: {found['ours'][:60]}"}
         for kind, problem in found.items():
             del sides[kind]
@@ -157,8 +136,6 @@ class _Case:
 
     def ranks_differ(self, side: Side, number: int) -> bool:
         """Whether gradients are not the same, to the bit, on all ranks."""
-        if self.plan.ranks == 1:
-            return False
         digest = torch.tensor([side.digest(), -side.digest()])
         dist.all_reduce(digest, op=dist.ReduceOp.MAX, group=self.control)
         differ = bool(digest.sum())
@@ -201,7 +178,7 @@ def _as_if_large(seed: int) -> Iterator[None]:
         yield
 
 
-def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None:
+def _on_ranks(plans: Sequence[Plan], path: str) -> None:
     """On each rank: the first plans, up to one that leaves groups in doubt; outcomes go to a file.
 
     A case that hangs ends the process, with the threads' stacks on stderr.
@@ -213,7 +190,7 @@ def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None
         for plan in plans:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             with _as_if_large(plan.seed):
-                outcome = _Case(plan, control, theirs, with_torch=with_torch).run()
+                outcome = _Case(plan, control, theirs).run()
             faulthandler.cancel_dump_traceback_later()
             if dist.get_rank() == 0:
                 pickle.dump(outcome, file)
@@ -222,25 +199,15 @@ def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None
                 break
 
 
-def _mirrored(plan: Plan) -> Outcome:
-    """A case in this process."""
-    mirror.start()
-    world = dist.group.WORLD
-    case = _Case(replace(plan, ranks=1), world, world, with_torch=False)
-    return case.run()
-
-
-def run_batch(plans: Sequence[Plan], backend: str, *, with_torch: bool = True) -> list[Outcome]:
-    """The outcomes of the first plans, up to one after which ranks have to be restarted."""
-    if backend == "mirror":
-        return [_mirrored(plan) for plan in plans]
+def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
+    """What is wrong with the first plans, up to one after which ranks have to be restarted."""
     with tempfile.NamedTemporaryFile() as results:
         ended = ""
         try:
             run_ranks(
                 _on_ranks,
                 plans[0].ranks,
-                args=(plans, results.name, with_torch),
+                args=(plans, results.name),
                 backend=backend,
                 timeout=(LIMIT + 5.0) * len(plans),
             )
@@ -254,47 +221,7 @@ def run_batch(plans: Sequence[Plan], backend: str, *, with_torch: bool = True) -
                 break
     if ended and len(outcomes) < len(plans):
         outcomes.append(Outcome([ended]))
-    return outcomes
-
-
-def run_one(plan: Plan, backend: str) -> Outcome:
-    """One case, in a call of its own."""
-    return run_batch([plan], backend)[0]
-
-
-@dataclass
-class Tally:
-    """What became of many cases."""
-
-    ran: int = 0
-    invalid: Counter[str] = field(default_factory=Counter)
-    torch: dict[int, str] = field(default_factory=dict)
-    failed: dict[int, list[str]] = field(default_factory=dict)
-
-    def add(self, plan: Plan, outcome: Outcome) -> None:
-        """Count one."""
-        self.ran += not outcome.invalid
-        if outcome.invalid:
-            self.invalid[outcome.invalid.partition(": ")[2][:70]] += 1
-        if outcome.torch:
-            self.torch[plan.seed] = outcome.torch[0]
-        if outcome.problems:
-            self.failed[plan.seed] = outcome.problems
-
-
-def run_many(
-    plans: Iterable[Plan], backend: str, *, at_once: int = 50, with_torch: bool = True
-) -> Tally:
-    """Cases, with as many ranks as each has; without PyTorch's class they take less time."""
-    tally = Tally()
-    by_ranks: dict[int, list[Plan]] = {}
-    for plan in plans:
-        by_ranks.setdefault(plan.ranks, []).append(plan)
-    for waiting in by_ranks.values():
-        while waiting:
-            batch = waiting[:at_once]
-            outcomes = run_batch(batch, backend, with_torch=with_torch)
-            for plan, outcome in zip(batch, outcomes, strict=False):
-                tally.add(plan, outcome)
-            waiting = waiting[len(outcomes) :]
-    return tally
+    return [
+        "\n".join(found.problems) or (found.invalid and f"invalid: {found.invalid}")
+        for found in outcomes
+    ]

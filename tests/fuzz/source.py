@@ -73,7 +73,6 @@ def as_like(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 class _Writer:
     def __init__(self) -> None:
-        self.inner: list[str] = []
         self.count = 0
 
     def ops(self, ops: tuple[Op, ...], indent: str) -> list[str]:
@@ -102,10 +101,6 @@ class _Writer:
                 f"{indent}    return h",
                 f"{indent}h = checkpoint(part{n}, h, use_reentrant={op.kind == 'reentrant'})",
             ]
-        if op.kind == "inner":
-            name = f"inner{n}"
-            self.inner += _class(name, op.body, self)
-            return [f"{indent}h = self.{name}(h, x, at)"]
         given = LINES[op.kind]
         line = given if isinstance(given, str) else given[op.flag]
         names = [f"self.{p.name}" for p in op.params]
@@ -113,21 +108,19 @@ class _Writer:
         return [indent + line.format(*names, name=name, flag=op.flag)]
 
 
-def _class(name: str, ops: tuple[Op, ...], writer: _Writer) -> list[str]:
-    """A class's lines; classes of inner modules are in `writer.inner`."""
-    before = writer.inner
-    writer.inner = []
-    forward = writer.ops(ops, "        ")
+def code_of(plan: Plan) -> str:
+    """The model's code."""
+    writer = _Writer()
+    forward = writer.ops(plan.ops, "        ")
     declared = [
         f"        self.{p.name} = parameters[{p.name!r}]  # {p.shape}, {p.dtype}"
-        for p in dict.fromkeys(p for op in _flat(ops) for p in op.params)
+        for p in dict.fromkeys(params_in(plan.ops))
     ]
-    inner = [line.split()[1].split("(")[0] for line in writer.inner if line.startswith("class ")]
-    declared += [f"        self.{i} = wrap({i}(parameters, wrap))" for i in inner]
+    loss = [line.replace("self.", "parameters.") for line in writer.ops(plan.loss, "    ")]
     lines = [
-        *writer.inner,
-        f"class {name}(Base):",
-        "    def __init__(self, parameters, wrap):",
+        f"R, C = {plan.shape}",
+        "class Model(Base):",
+        "    def __init__(self, parameters):",
         "        super().__init__()",
         *declared,
         "",
@@ -135,33 +128,15 @@ def _class(name: str, ops: tuple[Op, ...], writer: _Writer) -> list[str]:
         *forward,
         "        return h",
         "",
+        "def extra(loss, parameters):",
+        *loss,
+        "    return loss",
     ]
-    writer.inner = before
-    return lines
+    return "\n".join(lines)
 
 
-def _flat(ops: tuple[Op, ...]) -> list[Op]:
-    """Operations and those inside, without those of inner modules."""
-    return [o for op in ops for o in ([op] if op.kind == "inner" else [op, *_flat(op.body)])]
-
-
-def code_of(plan: Plan) -> str:
-    """The model's code."""
-    writer = _Writer()
-    if plan.wrap == "two":
-        half = (len(plan.ops) + 1) // 2
-        lines = _class("Model", plan.ops, writer) + _class("Second", plan.ops[:half], writer)
-    else:
-        lines = _class("Model", plan.ops, writer)
-    names = ", ".join(f"self.{p.name}" for p in params_in(plan.loss)).replace("self.", "")
-    loss = writer.ops(plan.loss, "    ")
-    loss = [line.replace("self.", "parameters.") for line in loss]
-    lines += [f"def extra(loss, parameters):  # {names}", *loss, "    return loss"]
-    return f"R, C = {plan.shape}\n" + "\n".join(lines)
-
-
-def build(plan: Plan, wrap: Any) -> tuple[list[nn.Module], Any, dict[str, nn.Parameter]]:
-    """The model's parts that are wrapped, the loss's addition, and the parameters by name."""
+def build(plan: Plan) -> tuple[nn.Module, Any, dict[str, nn.Parameter]]:
+    """The model, the loss's addition, and the parameters by name."""
     generator = torch.Generator().manual_seed(plan.seed)
     parameters: dict[str, Any] = {}
     for p in dict.fromkeys([*params_in(plan.ops), *params_in(plan.loss)]):
@@ -170,9 +145,8 @@ def build(plan: Plan, wrap: Any) -> tuple[list[nn.Module], Any, dict[str, nn.Par
     space |= {"torch": torch, "F": nn.functional, "like": like, "as_like": as_like}
     space["checkpoint"] = torch.utils.checkpoint.checkpoint
     exec(compile(code_of(plan), f"<model {plan.seed}>", "exec"), space)
-    kinds = [space["Model"], *([space["Second"]] if plan.wrap == "two" else [])]
     flat = {n: m.weight if isinstance(m, nn.Module) else m for n, m in parameters.items()}
-    return [kind(parameters, wrap) for kind in kinds], space["extra"], flat
+    return space["Model"](parameters), space["extra"], flat
 
 
 def _parameter(p: Param, generator: torch.Generator, device: str) -> nn.Module | nn.Parameter:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,16 +57,11 @@ class Side:
 
     def __init__(self, plan: Plan, kind: str, group: Any) -> None:
         self.plan, self.kind, self.group = plan, kind, group
-        wrap: Callable[[nn.Module], nn.Module] = {
-            "naive": lambda module: module,
-            "torch": self._wrap_theirs,
-            "ours": self._wrap_ours,
-        }[kind]
-        parts, self.extra, self.parameters = build(plan, wrap)
+        self.model, self.extra, self.parameters = build(plan)
         self.boxed = plan.containers if kind == "ours" else None
-        boxed = parts if self.boxed is None else [Boxed(part, self.boxed) for part in parts]
-        self.parts = [wrap(part) for part in boxed]
-        self.bases = [m for part in parts for m in part.modules() if hasattr(m, "seen")]
+        module = self.model if self.boxed is None else Boxed(self.model, self.boxed)
+        wraps = {"torch": self._wrap_theirs, "ours": self._wrap_ours}
+        self.net = wraps[kind](module) if kind in wraps else module
         self.named = _Named(self.parameters)
         self.scale: dict[str, float] = {}
         self.touched: set[str] = set()
@@ -122,10 +116,9 @@ class Side:
 
     def close(self) -> None:
         """Let go of all that a cycle through hooks, which Python does not see, would keep."""
-        for base in self.bases:
-            base.seen.clear()
-        for part in (*self.bases, *self.parts):
-            part.__dict__.clear()
+        self.model.seen.clear()
+        self.model.__dict__.clear()
+        self.net.__dict__.clear()
         self.noted.clear()
         self.kept.clear()
         self.parameters.clear()
@@ -141,14 +134,11 @@ class Side:
         """One training step's backwards; what could be seen of it."""
         self._zero(step)
         self.noted.clear()
-        for base in self.bases:
-            base.seen.clear()
+        self.model.seen.clear()
         at, observed = (dist.get_rank(), number), Seen()
         feeds = [b.to(self.plan.device, copy=True).requires_grad_() for b in batches]
         for x in feeds[: step.local]:
-            with ExitStack() as stack:
-                for part in self.parts if self.kind != "naive" else ():
-                    stack.enter_context(part.no_sync())
+            with nullcontext() if self.kind == "naive" else self.net.no_sync():
                 self._loss(x, at, observed).backward()
         x = feeds[step.local]
         loss = self._loss(x, at, observed)
@@ -160,7 +150,7 @@ class Side:
             loss.backward()
             self._reduce()
         observed += [(f"grad of batch {i}", x.grad) for i, x in enumerate(feeds)]
-        observed += [entry for base in self.bases for entry in base.seen] + self.noted
+        observed += self.model.seen + self.noted
         observed += [(f"flat {dtype}", flat) for dtype, flat in self.flat.items()]
         return observed + [(f"grad of {n}", p.grad) for n, p in self.parameters.items()]
 
@@ -180,15 +170,13 @@ class Side:
         rows, cols = self.plan.shape
         start = x[torch.arange(rows * cols) % 16].view(rows, cols)
         start = start.to(getattr(torch, self.plan.dtype))
-        loss = x.new_zeros((), dtype=torch.float64)
-        for part in self.parts:
-            if self.boxed is None:
-                h = part(start, x, at)
-            else:
-                h = plain(part(wrapped({"h": start, "x": x}, self.boxed, number_of(at)), at))["h"]
-            h = h / (1 + h.abs())
-            observed.append(("output", h.detach()))
-            loss = loss + h.abs().square().sum().double()
+        if self.boxed is None:
+            h = self.net(start, x, at)
+        else:
+            h = plain(self.net(wrapped({"h": start, "x": x}, self.boxed, number_of(at)), at))["h"]
+        h = h / (1 + h.abs())
+        observed.append(("output", h.detach()))
+        loss = h.abs().square().sum().double()
         return self.extra(loss, self.named).float()
 
     def _reduce(self) -> None:

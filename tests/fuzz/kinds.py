@@ -1,0 +1,57 @@
+"""The kinds of cases: how each is drawn, run, and shown to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fuzz import collectives_plan, collectives_run, groups, local_sgd, plan, programs, run
+from fuzz.source import code_of
+
+__all__ = ["KINDS", "Kind"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cases.
+
+    Attributes:
+        draw: Draws a case.
+        run_batch: Runs cases with equally many ranks on a backend; what is wrong with the first
+            ones, up to one after which ranks have to be restarted: "" if nothing, and
+            "invalid: ..." if the case has no meaning.
+        show: The case as a person reads it.
+    """
+
+    draw: Callable[..., Any]
+    run_batch: Callable[[Sequence[Any], str], list[str]]
+    show: Callable[[Any], str] = repr
+
+    def run(self, cases: Iterable[Any], backend: str) -> Iterator[tuple[Any, str]]:
+        """Run cases, many in one call of the ranks; yield each with what is wrong."""
+        by_ranks: dict[int, list[Any]] = {}
+        for case in cases:
+            by_ranks.setdefault(case.ranks, []).append(case)
+        for waiting in by_ranks.values():
+            while waiting:
+                found = self.run_batch(waiting[:50], backend)
+                yield from zip(waiting, found, strict=False)
+                del waiting[: len(found)]
+
+
+def _shown_model(case: plan.Plan) -> str:
+    return f"{code_of(case)}\n\n{case!r}"
+
+
+KINDS = {
+    "models": Kind(plan.make_plan, run.run_batch, _shown_model),
+    "small-models": Kind(partial(plan.make_plan, small=True), run.run_batch, _shown_model),
+    "programs": Kind(programs.make_plan, programs.run_batch),
+    "groups": Kind(groups.make_plan, groups.run_batch),
+    "collectives": Kind(
+        collectives_plan.make_plan, collectives_run.run_batch, collectives_plan.shown
+    ),
+    "local-sgd": Kind(local_sgd.make_plan, local_sgd.run_batch),
+}
