@@ -47,7 +47,6 @@ SUMMARY = [
     ("recorder", "training step with the recorder"),
     ("links", "all_reduce between hosts"),
     ("mpi", "all_reduce on shm"),
-    ("engines_4", "all_reduce between hosts, through MPI"),
 ]
 """Results in the summary, and their descriptions."""
 

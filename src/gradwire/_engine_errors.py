@@ -1,4 +1,4 @@
-"""Translation of backend errors (Gloo, MPI) into gradwire's: a rank was lost, or was late.
+"""Translation of backend errors (such as Gloo) into gradwire's: a rank was lost, or was late.
 
 Errors are classified by their type and by the elapsed time, never by their message: messages differ
 between backends and versions.

@@ -42,7 +42,6 @@ __all__ = [
     "outside_graphs",
     "run_as_written",
     "torchs_flight_records",
-    "wants_reconfigure",
     "warn_if_untested",
 ]
 
@@ -227,11 +226,6 @@ def torchs_flight_records(*, stacks: bool = True) -> list[bytes]:
     if uses_nccl and hasattr(c10d, "_dump_nccl_trace"):
         found.append(c10d._dump_nccl_trace(includeStackTraces=stacks))
     return found
-
-
-def wants_reconfigure(options: object) -> bool:
-    """Return True if the options ask for `enable_reconfigure`, which PyTorch 2.15 introduced."""
-    return bool(getattr(options, "enable_reconfigure", False))
 
 
 def warn_if_untested(stacklevel: int = 2) -> None:

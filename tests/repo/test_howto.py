@@ -25,7 +25,7 @@ SHOWN = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 OTHERS = re.compile(
     r"""
     ^(kill|eval|pip|export)\b  # ids and shells of the reader
-    | --nnodes | 10\.0\.0\.1 | mpiexec | nccl_trace  # several hosts, MPI, GPUs
+    | --nnodes | 10\.0\.0\.1 | nccl_trace  # several hosts, GPUs
     | once\ per\ member
     | examples/ | benchmarks | demo\ --mode  # in a clone of the repository; tested elsewhere
     | \bdoctor\b

@@ -51,8 +51,8 @@ class Counting:
         self.sent[dst] = self.sent.get(dst, 0) + tensors[0].nbytes
         return self.inner.send(tensors, dst, tag)
 
-    def recv(self, tensors, src, tag):
-        return self.inner.recv(tensors, src, tag)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
 def names(hosts):
@@ -83,38 +83,20 @@ def counted(hosts, call, count):
     return total
 
 
-def gathered(x, group):
-    parts = torch.empty(dist.get_world_size() * x.numel())
-    dist.all_gather_into_tensor(parts, x, group=group)
-
-
-def scattered(x, group):
-    dist.reduce_scatter_tensor(torch.empty(x.numel() // dist.get_world_size()), x, group=group)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("call", "hosts", "bytes_a_byte"),
     [
         (lambda x, group: dist.all_reduce(x, group=group), (2, 2), 1.0),
         (lambda x, group: dist.all_reduce(x, group=group), (1, 3), 1.0),
         (lambda x, group: dist.all_reduce(x, group=group), (2, 1, 1), 4 / 3),
-        (scattered, (2, 2), 0.5),
-        (scattered, (1, 1, 2), None),
-        (gathered, (2, 2), 2.0),  # each host has two ranks' blocks for the other
     ],
 )
 @pytest.mark.narrow({"hosts": (2, 2), "bytes_a_byte": 1.0})
 def test_bytes_that_leave_a_host(call, hosts, bytes_a_byte):
     count = 600_000
     sent = run_ranks(counted, sum(hosts), args=(hosts, call, count), backend="gloo")
-    if bytes_a_byte is None:  # to each other host, what its ranks get
-        ranks = names(hosts)
-        expected = [(sum(hosts) - ranks.count(own)) / sum(hosts) for own in ranks]
-    else:
-        expected = [bytes_a_byte] * sum(hosts)
-    for taken, wanted in zip(sent, expected, strict=True):
-        assert wanted <= taken / (4 * count) <= wanted + 0.01
+    for taken in sent:
+        assert bytes_a_byte <= taken / (4 * count) <= bytes_a_byte + 0.01
 
 
 def reduce_for_ever(x):

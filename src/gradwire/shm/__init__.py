@@ -1,11 +1,10 @@
 """Process-group backend: shared memory within a host, an engine such as Gloo between hosts."""
 
 from gradwire._torch import warn_if_untested
+from gradwire.shm.engine import Options
 from gradwire.shm.group.process_group import Operations as Operations
 from gradwire.shm.group.process_group import ShmProcessGroup as ShmProcessGroup
 from gradwire.shm.group.process_group import join as join
-from gradwire.shm.hierarchy.engine import Options
-from gradwire.shm.hierarchy.mpi import mpi_engine
 from gradwire.shm.meeting.rendezvous import Listener as Listener
 from gradwire.shm.meeting.rendezvous import connect_by_name as connect_by_name
 from gradwire.shm.meeting.rendezvous import report_absent as report_absent
@@ -14,7 +13,7 @@ from gradwire.shm.register import shm_backend_of as shm_backend_of
 from gradwire.shm.register import with_shm as with_shm
 
 # Names imported as themselves are for other packages of gradwire, and not public.
-__all__ = ["Options", "empty", "is_available", "mpi_engine", "register", "shares_memory", "teams"]
+__all__ = ["Options", "empty", "is_available", "register", "shares_memory", "teams"]
 
 warn_if_untested()
 register()

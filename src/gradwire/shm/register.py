@@ -21,17 +21,16 @@ from torch.distributed.distributed_c10d import BackendConfig, BarrierOptions, _w
 
 import gradwire_autoload
 from gradwire._processes import Deadline
-from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
+from gradwire._torch import PYTHON_BACKENDS, BackendBase
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
+from gradwire.shm.across_hosts import AcrossHosts, Team
+from gradwire.shm.engine import Options, Transport
 from gradwire.shm.group.group import Group
+from gradwire.shm.group.point_to_point import EngineMessages
 from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup, join
-from gradwire.shm.group.reconfigure import ReconfigurableGroup
-from gradwire.shm.hierarchy import group as across_hosts
-from gradwire.shm.hierarchy.algorithms import AcrossHosts
-from gradwire.shm.hierarchy.engine import Options, Transport
-from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.meeting.forming import Forming
 from gradwire.shm.meeting.rendezvous import Teams, connect_all, report_failure
+from gradwire.shm.runtime.operation_queue import ThreadQueue
 from gradwire.shm.runtime.sync import has_semaphores
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
@@ -177,8 +176,6 @@ def create_backend(options: Any, given: object) -> Any:
         raise ArgumentTypeError(
             f"pg_options is {given!r}: for shm, pass gradwire.shm.Options, or leave it out"
         )
-    if wants_reconfigure(options):
-        return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
     # torch gives no ranks for the default group
     members = options.global_ranks_in_group or range(options.group_size)
     timeout, given = options.timeout, given or Options()
@@ -268,7 +265,9 @@ def _join_hosts(
         team.close()
         raise
     transport = Transport(engine, rank, size, store)
-    return across_hosts.join(AcrossHosts(rank, teams, team, transport), seconds)
+    state, messages = AcrossHosts(rank, teams, team, transport), EngineMessages(transport)
+    queue = ThreadQueue(f"gradwire-hosts-{rank}")
+    return Group(rank, size, state, messages, queue, seconds, teams=teams.ranks)
 
 
 # --- GRADWIRE_BACKEND=shm: groups that a program requests on Gloo use shm instead ---

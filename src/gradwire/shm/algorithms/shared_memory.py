@@ -1,8 +1,7 @@
-"""Interface between a group's operations and the state that moves their data.
+"""State of ranks that all share memory, with its collectives on 1-d contiguous tensors.
 
-The operations check a caller's tensors and convert them to 1-d contiguous tensors. All their forms
-then reduce to the nine collectives of `State`. `SharedMemory` implements them for ranks that all
-share memory, `AcrossHosts` in `hierarchy` for ranks on several hosts.
+The operations check a caller's tensors and convert them. All their forms then reduce to the nine
+collectives that `SharedMemory` has, and `AcrossHosts` for ranks on several hosts.
 
 The setup of an ordinary all_reduce (checks, header, for short data also views of shared memory and
 the function of the op) takes longer than the exchange of short data, and as long as that of 1 MiB.
@@ -11,13 +10,9 @@ So it is cached by shape, dtype and reduce op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from gradwire.errors import DistributedError, MismatchError
 from gradwire.recorder import Entry
 from gradwire.shm.algorithms import exchange as moving
 from gradwire.shm.algorithms import reduce as reducing
@@ -30,79 +25,6 @@ from gradwire.shm.memory.header import NUMBERS, Call
 Key = tuple[torch.Size, torch.dtype, int]
 """Kind of calls: shape and dtype of the tensor, number of the reduce op."""
 _KEPT = 256
-
-
-class State(Protocol):
-    """State of a group on one rank, and its part of each collective, on 1-d contiguous tensors."""
-
-    def barrier(self, kind: str = "barrier") -> None:
-        """Wait until every rank has called."""
-
-    def broadcast(self, call: Call, flat: Tensor) -> None:
-        """Copy the root's values to all ranks' tensors; see `exchange.broadcast`."""
-
-    def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
-        """Copy a list of the root's tensors to all ranks; see `rooted.broadcast_list`."""
-
-    def exchange(
-        self,
-        call: Call,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor | None],
-        *,
-        base: Tensor | None = None,
-        shared: bool = False,
-    ) -> None:
-        """Fetch the block that each other rank has for this one; see `exchange`."""
-
-    def exchange_blocks(
-        self,
-        kind: str,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        base: Tensor | None = None,
-        shared: bool = False,
-    ) -> None:
-        """Exchange blocks whose sizes may differ; see `exchange`."""
-
-    def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
-        """Copy each rank's values to the root; see `rooted.gather`."""
-
-    def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the root's block for each rank to that rank; see `rooted.scatter`."""
-
-    def reduce(self, call: Call, flat: Tensor) -> None:
-        """Reduce a tensor over all ranks, in place; see `reduce.reduce`."""
-
-    def reduce_scatter(
-        self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
-    ) -> None:
-        """Reduce the blocks that all ranks have for this one; see `reduce.reduce_scatter`."""
-
-    def begin(self, mark: int, seconds: float) -> None:
-        """Begin an operation with a mark in its first header and a limit for all of its waits."""
-
-    def is_agreed(self, error: MismatchError) -> bool:
-        """Return True if all ranks raise this error, before any data was moved."""
-
-    def take_waits(self) -> dict[int, int] | None:
-        """Return the ns that this rank waited for each other since the last call, or None."""
-
-    def allocate(self, size: int) -> Tensor:
-        """Allocate bytes that the ranks of this host share."""
-
-    def report_failure(self, reason: BaseException) -> None:
-        """Report to the other ranks that this one failed, so that none waits for it."""
-
-    def abort(self, error: DistributedError) -> None:
-        """Make all waits of this rank fail; the first error counts."""
-
-    def close(self) -> None:
-        """Leave the group."""
-
-    def close_in_child(self) -> None:
-        """Close inherited sockets in a forked child."""
 
 
 class SharedMemory(GroupState):

@@ -17,7 +17,8 @@ from torch.distributed import Work
 
 from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError, MismatchError
 from gradwire.recorder import Entry, record_end, record_error, record_start
-from gradwire.shm.algorithms.shared_memory import KnownCall, KnownCalls, State
+from gradwire.shm.across_hosts import AcrossHosts
+from gradwire.shm.algorithms.shared_memory import KnownCall, KnownCalls, SharedMemory
 from gradwire.shm.group.record import UNOBSERVED, Observed, Recorder, Usability
 from gradwire.shm.memory.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.runtime.operation_queue import Job, Queue
@@ -38,6 +39,9 @@ class Messages(Protocol):
 
     def close(self) -> None:
         """Release memory after all receives have ended."""
+
+
+State = SharedMemory | AcrossHosts
 
 
 class _Marks(threading.local):
@@ -285,31 +289,6 @@ class Group:
         # parts of a group refer to each other: without this, rings would stay until garbage is
         # collected
         self.messages.close()
-
-
-class NoMembers:
-    """In place of a `Group`, before one is formed: every use raises.
-
-    Args:
-        rank, size, seconds: Attributes of a `Group` until then.
-    """
-
-    failure = None
-
-    def __init__(self, reason: str, rank: int, size: int, seconds: float) -> None:
-        self._reason, self.rank, self.size, self.seconds = reason, rank, size, seconds
-
-    def leave(self, reason: str) -> None:
-        """Raise errors with another message from here on."""
-        self._reason = reason
-
-    def abort(self, reason: str = "") -> None:
-        """Do nothing: there are no operations."""
-
-    abort_and_leave = leave_in_child = abort
-
-    def __getattr__(self, name: str) -> Any:
-        raise BrokenGroupError(self._reason)
 
 
 def check_root(root: int, size: int) -> int:

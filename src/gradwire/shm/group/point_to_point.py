@@ -1,10 +1,11 @@
-"""Point-to-point operations of a group."""
+"""Point-to-point operations of a group: through rings, or between hosts through the engine."""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -15,14 +16,24 @@ from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, DistributedError
 from gradwire.recorder import record_completion, ring
 from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.engine import OWN_TAGS, Transfer, Transport
 from gradwire.shm.group.group import Group, check_peer
 from gradwire.shm.meeting.links import Kind, Links, Message
 from gradwire.shm.memory.header import NUMBERS
-from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, is_ordinary, only
+from gradwire.shm.memory.tensors import (
+    check_results,
+    check_tensors,
+    flat_of,
+    is_ordinary,
+    only,
+    write_back,
+)
 from gradwire.shm.messages.incoming import Incoming
 from gradwire.shm.messages.mailbox import Mailbox, PostedReceive
 from gradwire.shm.messages.outgoing import Outgoing
 from gradwire.shm.runtime.work import ShmWork, ended, wait_until
+
+_MAX_TAG = 2**30
 
 
 class RingMessages:
@@ -210,3 +221,96 @@ def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
 def _check_tag(tag: int) -> None:
     if not isinstance(tag, int) or not -(2**31) <= tag < 2**31:
         raise ArgumentError(f"tag is {tag!r}: give an int of 32 bits")
+
+
+class EngineMessages:
+    """Messages of a group through the engine between hosts, also within a host."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def send(self, group: Group, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        """Send a tensor, which must not change until the handle was waited for."""
+        group.check_usable()
+        check_peer(group, dst, "dst")
+        check_tensors(tensors)
+        flat = flat_of(only(tensors))
+        transfer = self._transport.send(flat, dst, _on_engine(tag))
+        return _TransferWork(group, transfer, tensors, None)
+
+    def receive(self, group: Group, tensors: list[Tensor], src: int | None, tag: int) -> Work:
+        """Fill a tensor with the next message of a tag; from any rank if `src` is None."""
+        group.check_usable()
+        if src is not None:
+            check_peer(group, src, "src")
+        check_results(tensors)
+        flat = flat_of(only(tensors))
+        transfer = self._transport.receive(flat, src, _on_engine(tag))
+        return _TransferWork(group, transfer, tensors, flat)
+
+    def fail_all(self, error: DistributedError) -> None:
+        """End the connections, and so all pending receives."""
+        self._transport.cut()
+
+    def close(self) -> None:
+        """Do nothing: the state closes the transport."""
+
+
+class _TransferWork(ShmWork):
+    """Handle of a message, completed by the thread that waits for it."""
+
+    def __init__(
+        self, group: Group, transfer: Transfer, tensors: Sequence[Tensor], flat: Tensor | None
+    ) -> None:
+        super().__init__(tensors, group.seconds, callbacks_in_own_thread=True)
+        self._group, self._transfer, self._flat = group, transfer, flat
+        self._completing, self._has_thread = threading.Lock(), False
+
+    def is_completed(self) -> bool:
+        """Return True if the message has arrived, or was sent, even if no thread waits for it."""
+        # engines such as Gloo complete a receive only in a wait
+        if not self._done:
+            self._complete_in_thread()
+        return super().is_completed()
+
+    def _complete_in_thread(self) -> None:
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._wait, args=(self._default_timeout,), daemon=True).start()
+
+    def _wait(self, seconds: float | None) -> bool:
+        if not self._completing.acquire(timeout=-1 if seconds is None else seconds):
+            return False
+        try:
+            if not self._done:
+                self._complete(seconds)
+        finally:
+            self._completing.release()
+        return True
+
+    def _complete(self, seconds: float | None) -> None:
+        source = -1
+        try:
+            self._transfer.wait(Deadline(seconds))
+            if self._flat is not None:
+                write_back(self._tensors[0], self._flat)
+                source = self._transfer.source()
+        except BaseException as error:
+            self._group.fail(error)  # the engine's connections do not survive it
+            self.finish(error)
+        else:
+            self.finish(source=source)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of the tensors."""
+        future = super().get_future()
+        if not self._done:
+            self._complete_in_thread()
+        return future
+
+
+def _on_engine(tag: int) -> int:
+    """Return a caller's tag on the engine, beside those of collectives."""
+    if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
+        raise ArgumentError(f"tag is {tag!r}: between hosts, give an int from 0 to {_MAX_TAG - 1}")
+    return tag + OWN_TAGS

@@ -13,6 +13,7 @@ some operations, so some methods have several names here.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,11 +28,10 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
-from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.errors import ArgumentError, DistributedError, NotSupportedError
 from gradwire.shm.algorithms.shared_memory import KnownCalls, SharedMemory
 from gradwire.shm.group.group import Group
 from gradwire.shm.group.movement import Movement
-from gradwire.shm.group.overloads import with_awaited_tensors, with_overloads
 from gradwire.shm.group.point_to_point import RingMessages
 from gradwire.shm.group.record import Observer, Recorder
 from gradwire.shm.group.reductions import Reductions
@@ -39,6 +39,13 @@ from gradwire.shm.runtime.operation_queue import Queue
 
 _GROUPS: WeakSet[Operations] = WeakSet()
 """All groups of this process, for its handlers at fork and at exit."""
+_AWAITING = (
+    *("broadcast", "allreduce", "allreduce_sparse", "reduce", "allgather", "all_gather_single"),
+    *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "send", "recv"),
+    *("recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"),
+)
 _JOINED: set[Operations] = set()
 """Groups that this rank has not left: PyTorch's C++ keeps only their C++ part alive."""
 
@@ -65,20 +72,46 @@ def join(
     return Group(rank, size, state, messages, queue, seconds, KnownCalls(state))
 
 
+def _awaited(value: Any) -> Any:
+    """Return a tensor, or nested lists of tensors, after waiting for pending results."""
+    if isinstance(value, list):
+        new = [_awaited(v) for v in value]
+        return value if all(n is v for n, v in zip(new, value, strict=True)) else new
+    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
+
+
+def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an operation accept pending results of functional collectives."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ArgumentError:  # raised before anything is sent: a pending result has no memory
+            awaited = [_awaited(arg) for arg in args]
+            if all(new is old for new, old in zip(awaited, args, strict=True)):
+                raise
+        return method(self, *awaited, **kwargs)
+
+    return call
+
+
+def _with_awaited_tensors(cls: type[Any]) -> type[Any]:
+    for name in _AWAITING:
+        setattr(cls, name, _awaiting(getattr(cls, name)))
+    return cls
+
+
 @outside_graphs
-@with_awaited_tensors
+@_with_awaited_tensors
 class Operations(Reductions, Movement):
     """All operations of a group, and its end."""
 
     def __init__(self, group: Group) -> None:
-        self._recorder = Recorder(self)
+        self._group, self._recorder = group, Recorder(self)
+        group.recorder = self._recorder
         _GROUPS.add(self)
-        self._enter(group)
-
-    def _enter(self, group: Group) -> None:
-        """Run the operations in a group from here on; `NoMembers` in place of one."""
-        self._group, group.recorder = group, self._recorder
-        (_JOINED.add if isinstance(group, Group) else _JOINED.discard)(self)
+        _JOINED.add(self)
 
     # names in torch before 2.13
     _allgather_base = Movement.all_gather_single
@@ -186,7 +219,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-@with_overloads
+@outside_graphs
 class ShmProcessGroup(Operations, ProcessGroup):
     """Process group written in Python."""
 
@@ -243,6 +276,10 @@ class ShmProcessGroup(Operations, ProcessGroup):
             "with this version of PyTorch a shm group has no separate backend: call the group's "
             "own methods, such as set_timeout"
         )
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Work:
+        """Reduce a list, or one tensor, which join() of torch's DDP passes."""
+        return super().allreduce([tensors] if isinstance(tensors, Tensor) else tensors, opts)
 
     def monitored_barrier(  # torch's two classes differ in the first argument
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -17,8 +17,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOptions, 
 
 from gradwire.errors import ArgumentError
 from gradwire.shm.algorithms.arithmetic import HALF, SUM, check_reduction, number_of
-from gradwire.shm.algorithms.shared_memory import State
-from gradwire.shm.group.group import Group, check_root, kept
+from gradwire.shm.group.group import Group, State, check_root, kept
 from gradwire.shm.group.record import UNOBSERVED
 from gradwire.shm.memory.copying import may_overlap
 from gradwire.shm.memory.header import NUMBERS, Call

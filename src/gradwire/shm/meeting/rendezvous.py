@@ -339,7 +339,3 @@ class Teams:
     def owners(self) -> int:
         """Number of ranks per team that own a share of reduced data: size of the smallest team."""
         return min(map(len, self.ranks))
-
-    def carrier(self, team: int, place: int) -> int:
-        """Return the rank of a team that acts for a place, which may exist only in larger teams."""
-        return self.ranks[team][place % len(self.ranks[team])]

@@ -161,3 +161,11 @@ class Queue:
             del item, job
             work.finish(error)
             del work, error  # keep no tensors alive while waiting for the next job
+
+
+class ThreadQueue(Queue):
+    """Queue that runs all operations in its thread: signals do not end the engine's waits."""
+
+    def enter(self) -> bool:
+        """Return False: no operation runs in the caller's thread."""
+        return False

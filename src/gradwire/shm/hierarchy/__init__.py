@@ -1,1 +1,0 @@
-"""Groups over several hosts: shared memory within each, an engine such as Gloo between them."""
