@@ -96,7 +96,8 @@ class Transport:
         self._engine, self._rank, self._size, self._store = engine, rank, size, store
         self._cut = False
         self._end: Callable[[], object] = getattr(engine, "shutdown", lambda: None)
-        if isinstance(engine, dist.ProcessGroupGloo):
+        self._is_gloo = isinstance(engine, dist.ProcessGroupGloo)
+        if self._is_gloo:
             self._end = destroy_in_thread(self, engine)
 
     def send(self, flat: Tensor, rank: int, tag: int) -> Transfer:
@@ -174,9 +175,8 @@ class Transport:
         """End all connections, and with them pending messages on both sides."""
         if self._cut:
             return
-        self._cut = True
-        engine: Any = self._engine
-        if not isinstance(engine, dist.ProcessGroupGloo):
+        self._cut, engine = True, self._engine
+        if not self._is_gloo:
             getattr(engine, "abort", lambda: None)()
             return
         # Gloo's own `abort` ends no pending message; a receive that times out ends the connection
