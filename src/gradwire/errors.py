@@ -155,7 +155,7 @@ class NotKeptWarning(UserWarning):
 
 
 class NotSavedWarning(UserWarning):
-    """A communication hook's state has a part that is missing from the saved state."""
+    """A communication hook's state has no `state_dict`, and is not saved."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import faulthandler
 import io
-import logging
 import pickle
 import random
 import traceback
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.optim import lr_scheduler
 
 from gradwire import hooks
@@ -54,7 +52,7 @@ SCHEDULERS = {
 SINGLE = ("none", "all_reduce")
 """Hooks with one message for each bucket, which a delay needs."""
 EXACT = ("none", "all_reduce", "function", "half")
-COMPRESSING = ("int8", "low_rank", "sign", "top_k", "power_sgd")
+COMPRESSING = ("int8", "low_rank", "sign", "top_k")
 SHAPES = [(), (1,), (7,), (3, 5), (8, 8), (2, 3, 4), (0,)]
 
 
@@ -100,8 +98,6 @@ def make_plan(r: random.Random) -> Plan:
     for kind, of in (("skip", ranks), ("synchronize", 1), ("deepcopy", 1), ("pickle", 1)):
         events |= {(kind, s, w) for s in range(steps) for w in range(of) if r.randrange(100) < 12}
     hook = r.choice(EXACT * 2 + COMPRESSING)
-    if {(), (0,)} & set(shapes) and hook == "power_sgd":  # which takes neither
-        hook = "low_rank"
     events |= {("resume", s, 0) for s in range(steps) if r.randrange(100) < 20}
     return Plan(
         r.getrandbits(32),
@@ -144,7 +140,17 @@ def loss_of(plan: Plan, net: nn.ParameterList, step: int, rank: int) -> Tensor:
     return total
 
 
-def half(state: dict[str, Any], bucket: hooks.GradBucket) -> Any:
+class Errors(dict[str, Any]):
+    """State of `half`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(dict(self))
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.update(copy.deepcopy(saved))
+
+
+def half(state: Errors, bucket: hooks.GradBucket) -> Any:
     """Send half of what there is, and keep the other half, by the parameters' names."""
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
         gradient += state.setdefault("errors", {}).get(name, 0)
@@ -163,12 +169,7 @@ def made(plan: Plan, extra: int = 0) -> tuple[nn.ParameterList, LocalSGD, Any, A
     net, state = network(plan, extra), None
     hook: Any = {"none": None, "function": function, "half": half}.get(plan.hook, plan.hook)
     if plan.hook == "half":
-        state = {}
-    elif plan.hook == "power_sgd":
-        state = power.PowerSGDState(
-            None, 1, 2, min_compression_rate=0.5, orthogonalization_epsilon=1e-8
-        )
-        hook = power.powerSGD_hook
+        state = Errors()
     named: Any = net if plan.given == "module" else net.named_parameters()
     optimizer = LocalSGD(
         INNER[plan.inner](net.parameters()),
@@ -297,7 +298,6 @@ def reference(plan: Plan) -> list[list[list[Tensor]]]:
 
 
 def _on_ranks(plans: Sequence[Plan]) -> list[list[list[Tensor]] | str]:
-    logging.disable(logging.WARNING)  # PowerSGD's, whenever its state is copied
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # of steps that are skipped
     found: list[list[list[Tensor]] | str] = []
     for plan in plans:

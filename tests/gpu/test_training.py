@@ -43,6 +43,7 @@ OPTIONS = {
     "list of caps": {"bucket_cap_mb_list": [0.001, 0.1]},
     "lazy": {"lazy_bucket_allocation": True},
     "lazy view": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "one bucket": {"bucket_cap_mb": 1000},
     "own buffers": {"broadcast_buffers": False},
     "replicas": {"check_replicas": 1},
     "device_ids": {"device_ids": [0] if ON_GPU else None},

@@ -1,12 +1,6 @@
 """Data parallelism over processes: DistributedDataParallel, coalesced broadcast, SyncBatchNorm."""
 
 from gradwire.ddp.broadcast import broadcast_coalesced
-from gradwire.ddp.buckets.hook_state import Layout as Layout
-from gradwire.ddp.buckets.hook_state import Part as Part
-from gradwire.ddp.buckets.hook_state import has_state as has_state
-from gradwire.ddp.buckets.hook_state import load_state as load_state
-from gradwire.ddp.buckets.hook_state import rekey as rekey
-from gradwire.ddp.buckets.hook_state import save_state as save_state
 from gradwire.ddp.distributed_data_parallel import DistributedDataParallel
 from gradwire.ddp.faults.fault_domain import FaultDomain as FaultDomain
 from gradwire.ddp.faults.other_messages import LOST as LOST
@@ -16,6 +10,8 @@ from gradwire.ddp.group import broadcast_options as broadcast_options
 from gradwire.ddp.hook_handles import WeakHook as WeakHook
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer as Reducer
+from gradwire.ddp.registered_hook import load_state as load_state
+from gradwire.ddp.registered_hook import save_state as save_state
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import describe as describe
 from gradwire.ddp.verify import digest as digest

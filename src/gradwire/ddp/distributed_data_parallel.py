@@ -25,7 +25,6 @@ from gradwire.ddp.arguments import (
     resolve_group,
 )
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES
-from gradwire.ddp.buckets.hook_state import has_state, load_state, save_state
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
@@ -34,7 +33,7 @@ from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.reduced_module import ReducedModule
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.registered_hook import RegisteredHook
+from gradwire.ddp.registered_hook import RegisteredHook, load_state, save_state
 from gradwire.errors import NotSupportedError
 from gradwire.hooks import CommHook, StatefulHook
 
@@ -426,38 +425,42 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reduced.apply_hook()
 
     def comm_hook_state_dict(self) -> dict[str, Any]:
-        """Return the part of the communication hook's state to save; empty if there is none.
+        """Return what the communication hook's state returns from its method `state_dict`.
 
         It differs between ranks if the state does. `state_dict` does not include it.
+
+        Warns:
+            NotSavedWarning: The state has no such method.
 
         Example:
             >>> import torch
             >>> from gradwire.ddp import DistributedDataParallel
             >>> from gradwire.testing import run_ranks
-            >>> from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
             >>> def main():
             ...     net = DistributedDataParallel(nn.Linear(4, 4))
-            ...     net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+            ...     net.register_comm_hook(None, "int8")
             ...     net(torch.ones(1, 4)).sum().backward()
-            ...     return net.comm_hook_state_dict()["plain"]["iter"], list(net.state_dict())
+            ...     return net.comm_hook_state_dict()["own"]["step"], list(net.state_dict())
             >>> run_ranks(main, world_size=1)
             [(1, ['module.weight', 'module.bias'])]
         """
-        return save_state(self.reducer.hook_state, self.reducer.layout)
+        state = self.reducer.hook_state
+        saved = save_state(state)
+        if getattr(state, "depends_on_buckets", False):
+            saved["layout"] = self.reducer.buckets
+        return saved
 
     def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `comm_hook_state_dict` into the registered hook's state.
 
-        If part of the state is kept by bucket, buckets become those at the time of saving.
+        If the state depends on buckets, they become those at the time of saving.
 
         Raises:
-            ArgumentError: No hook with a state is registered.
+            ArgumentError: No hook with such a state is registered.
         """
-        if not saved:
-            return
-        if "layout" in saved and has_state(self.reducer.hook_state):
+        load_state(self.reducer.hook_state, saved)
+        if "layout" in saved:
             self.reducer.set_layout(saved["layout"])
-        load_state(self.reducer.hook_state, saved, self.reducer.layout)
 
     @property
     def require_manual_backward_finalization(self) -> bool:

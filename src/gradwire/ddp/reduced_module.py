@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.arguments import ParameterCheck, check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_values
-from gradwire.ddp.buckets.hook_state import Layout, rekey
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer.reducer import Reducer
@@ -70,11 +70,8 @@ class ReducedModule:
         self._reword: Reword | None = None
 
     @runs_outside_contexts
-    def make_reducer(self, before: Layout = ()) -> None:
-        """Create a reducer for the current parameters, with the registered hook.
-
-        The hook's state is converted from the layout of the previous buckets.
-        """
+    def make_reducer(self) -> None:
+        """Create a reducer for the current parameters, with the registered hook."""
         named = self.named = check_module(self.module, self._ignored)
         reduced = [(n, p) for n, p in named if p.requires_grad]
         self._parameter_check = ParameterCheck(self.module, named, self._ignored)
@@ -84,8 +81,6 @@ class ReducedModule:
             self.reducer.reword_unexpected(self._reword)
         self._replicas = Replicas(named, self.reducer)
         self.apply_hook()
-        if before:
-            rekey(self.reducer.hook_state, before, self.reducer.layout)
 
     def apply_hook(self) -> None:
         """Let the reducer use the registered hook from the next forward on."""
@@ -123,7 +118,7 @@ class ReducedModule:
         named = check_module(module, self._ignored)
         self.module = module
         self.take_values_of_rank_0(named, {})
-        self.make_reducer(self.reducer.layout)
+        self.make_reducer()
 
     def take_values_of_rank_0(
         self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
@@ -153,10 +148,13 @@ class ReducedModule:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {n: value for n, value in self.__dict__.items() if n not in NOT_PICKLED}
-        return {**state, "group": name_if_group(self.group), "layout": self.reducer.layout}
+        return {**state, "group": name_if_group(self.group), "buckets": self.reducer.buckets}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = state.pop("layout")
+        buckets = state.pop("buckets")
         self.__dict__.update(state)
         self.group, self._reword = group_from(self.group), None
-        self.make_reducer(before)
+        self.make_reducer()
+        names = [sorted(chain(*each)) for each in (buckets, self.reducer.buckets)]
+        if self._hook.hook is not None and names[0] == names[1]:
+            self.reducer.set_layout(buckets)  # the hook's state may be kept by bucket

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSavedWarning
 from gradwire.hooks import (
     CommHook,
     StatefulHook,
@@ -75,3 +77,36 @@ class RegisteredHook:
         self.state = group_from(self.state)
         if getattr(self.state, "process_group", group) is not group:
             self.state.process_group = group
+
+
+def save_state(state: Any) -> dict[str, Any]:
+    """Return the result of the `state_dict` of a hook's state; empty if there is no state.
+
+    Warns:
+        NotSavedWarning: The state has no such method.
+    """
+    if callable(getattr(state, "state_dict", None)):
+        return {"own": state.state_dict()}
+    if state is not None and not isinstance(state, ProcessGroup):
+        warnings.warn(
+            f"the communication hook's state, a {type(state).__name__}, is not saved: define "
+            "state_dict and load_state_dict on it, or save the object itself",
+            NotSavedWarning,
+            stacklevel=3,
+        )
+    return {}
+
+
+def load_state(state: Any, saved: Mapping[str, Any]) -> None:
+    """Load the result of `save_state`.
+
+    Raises:
+        ArgumentError: There is no state that can load it.
+    """
+    if saved and not callable(getattr(state, "load_state_dict", None)):
+        raise ArgumentError(
+            f"the communication hook's state is {state!r}, which cannot load the saved one: "
+            "register the same hook first"
+        )
+    if saved:
+        state.load_state_dict(saved["own"])

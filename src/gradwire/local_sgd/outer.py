@@ -20,12 +20,9 @@ from torch.optim import Optimizer
 from gradwire._groups import check_group, check_lasting, default_group
 from gradwire.ddp import (
     FaultDomain,
-    Part,
     broadcast_coalesced,
     describe,
-    has_state,
     load_state,
-    rekey,
     save_state,
     verify_same,
 )
@@ -289,9 +286,7 @@ class LocalSGD(WrappedOptimizer):
         if self._parameters.frozen and self._parameters.activate_thawed():
             for exchange in self._pending:
                 exchange.wait()
-            before = self._layout
             self._assign()
-            rekey(self._hook.state, before, self._layout)
 
     def _assign(self) -> None:
         """Assign active parameters to fragments and buckets."""
@@ -299,11 +294,6 @@ class LocalSGD(WrappedOptimizer):
         runs = assign_fragments([anchors[i].nbytes for i in active], self._count)
         self._fragments = [[active[i] for i in run] for run in runs]
         self._buckets = [self._parameters.buckets(indices) for indices in self._fragments]
-
-    @property
-    def _layout(self) -> list[list[Part]]:
-        """Names and sizes of the parameters in each bucket, by the buckets' numbers."""
-        return [self._parameters.parts(bucket) for buckets in self._buckets for bucket in buckets]
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -314,7 +304,7 @@ class LocalSGD(WrappedOptimizer):
         and the parameters differ between ranks.
 
         Warns:
-            NotSavedWarning: The hook's state has entries that cannot be saved.
+            NotSavedWarning: The hook's state has no `state_dict`.
         """
         return super().state_dict()
 
@@ -324,7 +314,7 @@ class LocalSGD(WrappedOptimizer):
             "steps": self.steps,
             "outer": self.outer.state_dict(),
             "anchors": {tracked.names[i]: tracked.anchors[i].clone() for i in tracked.active},
-            "hook": save_state(self._hook.state, self._layout),
+            "hook": save_state(self._hook.state),
             "pending": [
                 (e.fragment, e.due, {tracked.names[i]: g for i, g in e.wait().items()})
                 for e in self._pending
@@ -344,28 +334,12 @@ class LocalSGD(WrappedOptimizer):
         self.optimizer.load_state_dict({name: saved[name] for name in saved.keys() - _OWN})
         self.outer.load_state_dict(saved["outer"])
         tracked.load_anchors(saved["anchors"])
-        self._load_hook_state(saved["hook"])
+        load_state(self._hook.state, saved["hook"])
         numbers = {name: i for i, name in enumerate(tracked.names)}
         self._pending = deque(
             Exchange(fragment, due, gradients={numbers[n]: g.clone() for n, g in found.items()})
             for fragment, due, found in saved["pending"]
         )
-
-    def _load_hook_state(self, saved: Mapping[str, Any]) -> None:
-        if not saved:
-            return
-        if not has_state(self._hook.state):
-            raise ArgumentError(
-                "the saved state includes a hook's state, but this LocalSGD has no hook with a "
-                "state: construct it with the same hook"
-            )
-        layout = [[part.name for part in bucket] for bucket in self._layout]
-        if saved.get("buckets") and saved["layout"] != layout:
-            raise ArgumentError(
-                f"the hook's state was saved for buckets {saved['layout']}, but the buckets are "
-                f"{layout}: construct LocalSGD with the same parameters and fragments"
-            )
-        load_state(self._hook.state, saved, self._layout)
 
     def __getstate__(self) -> dict[str, Any]:
         for exchange in self._pending:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp import Part
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import GradBucket
 
@@ -100,10 +99,6 @@ class TrackedParameters:
             [BUCKET_BYTES],
         )
         return [[indices[member] for member in members] for members in plan.buckets]
-
-    def parts(self, bucket: Sequence[int]) -> list[Part]:
-        """Return names and sizes of the parameters in a bucket."""
-        return [Part(self.names[i], self.anchors[i].numel()) for i in bucket]
 
     def outer_gradients(self, indices: Sequence[int], number: int, *, is_last: bool) -> GradBucket:
         """Return anchors minus parameters, as a bucket of gradients."""

@@ -19,7 +19,6 @@ from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.ddp.buckets.unpacked import InPlaceBucket, SparseBucket
 from gradwire.ddp.options import ReducerOptions
-from gradwire.errors import ArgumentError
 from gradwire.shm import shares_memory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -45,7 +44,7 @@ class BucketAssigner:
             bucket. Unused with a hook.
 
     Attributes:
-        layout: Parameter indices of each bucket, if given. The order of readiness is then ignored.
+        layout: Parameter indices of each bucket, if set. The order of readiness is then ignored.
         counts: For a static graph, the number of times that each parameter's gradient arrives in
             a backward. The default is 1.
         ownership: Ownership of the gradients' memory.
@@ -194,31 +193,3 @@ def _without_values(parameter: Parameter) -> Tensor:
     """Return a meta tensor of the same shape, strides and dtype."""
     strides = parameter.stride()
     return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
-
-
-def check_layout(
-    buckets: Sequence[Sequence[str]], named: Sequence[tuple[str, Parameter]]
-) -> list[list[int]]:
-    """Return a saved layout as parameter indices.
-
-    Raises:
-        ArgumentError: A parameter is unknown, in no bucket or in two, or a bucket is empty or mixes
-            dtypes or devices.
-    """
-    number = {name: i for i, (name, _) in enumerate(named)}
-    flat = [name for names in buckets for name in names]
-    for problem, wrong in (
-        ("unknown parameters", [n for n in flat if n not in number]),
-        ("two buckets for", sorted({n for n in flat if flat.count(n) > 1})),
-        ("no bucket for", [n for n in number if n not in flat]),
-    ):
-        if wrong:
-            raise ArgumentError(f"the saved buckets have {problem}: {wrong}")
-    for k, names in enumerate(buckets):
-        kinds = {(p.dtype, p.device) for p in (named[number[n]][1] for n in names)}
-        if len(kinds) != 1:
-            raise ArgumentError(
-                f"saved bucket {k} ({names}) holds {sorted(map(str, kinds)) or 'nothing'}"
-                ": a bucket has one dtype and device"
-            )
-    return [[number[n] for n in names] for names in buckets]

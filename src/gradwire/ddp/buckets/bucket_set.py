@@ -6,11 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket import Bucket, BucketContext
-from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.unpacked import SparseBucket
 
 
@@ -45,23 +43,17 @@ class BucketSet:
         """Return the buckets that are launched after this one."""
         return self._buckets[index + 1 :]
 
-    def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
-        """Replace the buckets by buckets for parameters that become ready in this order.
-
-        The state of a hook is moved to the new buckets. A parameter that is not in `order` is in no
-        bucket, and its gradient is unexpected.
-        """
-        self._make(order, self.layout, with_hook=with_hook, state=state)
-
     def finish_making(self) -> None:
         """Finish a call of `make` that an exception such as KeyboardInterrupt ended."""
         if self._interrupted is not None:
             self._interrupted()
 
-    def _make(
-        self, order: Sequence[int], before: list[list[Part]], *, with_hook: bool, state: Any
-    ) -> None:
-        self._interrupted = partial(self._make, order, before, with_hook=with_hook, state=state)
+    def make(self, order: Sequence[int], *, with_hook: bool) -> None:
+        """Replace the buckets by buckets for parameters that become ready in this order.
+
+        A parameter that is not in `order` is in no bucket, and its gradient is unexpected.
+        """
+        self._interrupted = partial(self.make, order, with_hook=with_hook)
         for bucket in self._buckets:
             bucket.record_use()
         # Release the old buckets first, so that the new ones can use their memory.
@@ -80,16 +72,6 @@ class BucketSet:
             for i in bucket.members:
                 self.of[i] = bucket
         self._interrupted = None
-        if before and state is not None:
-            rekey(state, before, self.layout)
-
-    @property
-    def layout(self) -> list[list[Part]]:
-        """Names and sizes of the parameters in each bucket."""
-        return [
-            [Part(n, p.numel()) for n, p in zip(b.names, b.parameters, strict=True)]
-            for b in self._buckets
-        ]
 
     def reset(self) -> None:
         """Prepare for the next backward."""

@@ -182,12 +182,12 @@ class Backward:
         self.runs += 1
         return self.runs
 
-    def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
+    def reassign_buckets(self, order: Sequence[int]) -> None:
         """Assign buckets in this order of readiness until a backward provides a better one."""
         self.order.start_over()
         self.launcher.forget_order()
         self.replicas.clear()
-        self._make_buckets(order, keep_state=keep_state)
+        self._make_buckets(order)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
 
@@ -212,10 +212,9 @@ class Backward:
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in order if i not in never])
 
-    def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
+    def _make_buckets(self, order: Sequence[int]) -> None:
         self.assigner.counts = self.usage.counts
-        state = self.launcher.state if keep_state else None
-        self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
+        self.buckets.make(order, with_hook=self.launcher.hook is not None)
 
     def take_turn(self) -> None:
         """Send after the reducers that already have a position in this backward.

@@ -20,8 +20,7 @@ from torch.nn import Parameter
 
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.buckets.assignment import BucketAssigner, check_layout
-from gradwire.ddp.buckets.hook_state import Part, replace_group
+from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
@@ -120,7 +119,7 @@ class Reducer:
             run_in_group(bound, backward.group)
         backward.launcher.hook = bound
         order = [i for bucket in backward.buckets for i in bucket.members]
-        backward.reassign_buckets(order, keep_state=False)
+        backward.reassign_buckets(order)
 
     def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError | None]) -> None:
         """Let a function convert errors of unexpected gradients; None from it keeps the error."""
@@ -146,11 +145,6 @@ class Reducer:
         """True if buckets are final and follow the order of a backward."""
         return self._backward.order.rebuilt and self._backward.order.arrivals is None
 
-    @property
-    def layout(self) -> list[list[Part]]:
-        """Parameters of each bucket, with their sizes."""
-        return self._backward.buckets.layout
-
     @runs_outside_contexts
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
         """Set the buckets for good, from the next `prepare` on.
@@ -159,7 +153,17 @@ class Reducer:
             ArgumentError: The names do not match the parameters.
         """
         assigner = self._backward.assigner
-        assigner.layout = check_layout(names, self._named)
+        number = {name: i for i, name in enumerate(assigner.names)}
+        flat = [name for bucket in names for name in bucket]
+        layout = [[number[n] for n in bucket if n in number] for bucket in names]
+        params = assigner.parameters
+        kinds = [{(params[i].dtype, params[i].device) for i in bucket} for bucket in layout]
+        if sorted(flat) != sorted(number) or any(len(kind) != 1 for kind in kinds):
+            raise ArgumentError(
+                f"buckets {[*map(list, names)]} do not fit the parameters {assigner.names}: each "
+                "parameter is in one bucket, and a bucket has one dtype and device"
+            )
+        assigner.layout = layout
         self._backward.reassign_buckets(assigner.first_order())
 
     @runs_outside_contexts
@@ -371,7 +375,10 @@ class Reducer:
         backward.set_group(check_group(group))
         backward.launcher.hook = hook
         if hook is not None:
-            hook.state = replace_group(hook.state, old, group)
+            if hook.state is old:
+                hook.state = group
+            elif getattr(hook.state, "process_group", None) is old:
+                hook.state.process_group = group
             run_in_group(hook, group)
         backward.start_over()
 
