@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from contextlib import ExitStack, suppress
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import assert_same, average_used
-from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import PeerFailedError
+from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.errors import NotSupportedError, PeerFailedError
 from gradwire.testing import run_ranks
 
 WIDTH, STEPS = 4, 8
@@ -87,6 +88,74 @@ def test_a_generator_through_a_critic_that_gets_no_gradient():
             average_used(twin)
             assert_same(generator, twin)
             assert_same(critic, other)
+
+    run_ranks(main, 2)
+
+
+# -- the same parameters ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (lambda m: m, lambda m: m, ("layers.0.0.weight", "Layers", "layers.0.0.weight", "Layers")),
+        (
+            lambda m: m,
+            lambda m: nn.Sequential(m.layers[1][2]),
+            ("0.weight", "Sequential", "layers.1.2.weight", "Layers"),
+        ),
+        (
+            lambda m: m.layers[1],
+            lambda m: m,
+            ("layers.1.0.weight", "Layers", "0.weight", "Sequential"),
+        ),
+    ],
+)
+def test_two_wrappers_of_one_parameter(first, second, names):
+    """The error comes on every rank before anything is sent, and the first wrapper goes on."""
+
+    def main():
+        module = Layers(5)
+        net = DistributedDataParallel(first(module))
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        with pytest.raises(NotSupportedError) as caught:
+            DistributedDataParallel(second(module))
+        assert dist.group.WORLD._get_sequence_number_for_group() == before
+        assert "parameter {} of {} is also {} of {}".format(*names) in str(caught.value)
+        with pytest.raises(NotSupportedError, match=r"weight of \(a reducer\) is also"):
+            Reducer([("weight", next(net.parameters()))], dist.group.WORLD)
+        twin = copy.deepcopy(net.module)
+        for model in (net, twin):
+            model(one_input()).square().sum().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("how", ["deleted", "in a cycle", "closed"])
+def test_a_module_that_is_wrapped_again(how):
+    def main():
+        module, twin = Layers(5), Layers(5)
+        twin.load_state_dict(module.state_dict())
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            net = DistributedDataParallel(module, **options)
+            twin.load_state_dict(module.state_dict())
+            for _ in range(2):
+                for model in (net, twin):
+                    model.zero_grad()
+                    model(one_input()).square().sum().backward()
+                average_used(twin)
+                assert_same(net, twin)
+            if how == "in a cycle":
+                gc.disable()  # else it may be collected at any time
+                net.itself = [net]
+            elif how == "closed":
+                net.reducer.close()
+                kept = net  # noqa: F841
+            del net
+        gc.enable()
 
     run_ranks(main, 2)
 

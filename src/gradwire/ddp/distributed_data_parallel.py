@@ -32,7 +32,7 @@ from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.reduced_module import ReducedModule
 from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.reducer.reducer import Reducer, check_unshared
 from gradwire.ddp.registered_hook import RegisteredHook, load_state, save_state
 from gradwire.errors import NotSupportedError
 from gradwire.hooks import CommHook, StatefulHook
@@ -109,8 +109,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         ArgumentTypeError: `module` is not a module, or `process_group` is not a group.
         MismatchError: The ranks' models differ. Raised on every rank with the name of the
             parameter.
-        NotSupportedError: A parameter's `grad_dtype` is not its dtype, or `mixed_precision` is
-            given.
+        NotSupportedError: A parameter's `grad_dtype` is not its dtype, another wrapper has the
+            parameter, too, or `mixed_precision` is given.
 
     Example:
         Each rank has its own input; both have the mean of the gradients.
@@ -170,6 +170,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             delayed=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
             lazy=lazy_bucket_allocation,
         )
+        check_unshared([(n, p) for n, p in named if p.requires_grad], type(module).__name__)
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module, self.parameters_to_ignore = module, ignored
@@ -354,8 +355,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Backward raises on every rank: MismatchError if only some ranks gave a weight;
         ReductionError if it has no weight, and `.grad` holds weighted gradients; NotSupportedError
-        with `create_graph`, with parameters of two wrappers, and if `.grad` holds reduced
-        gradients.
+        with `create_graph`, and if `.grad` holds reduced gradients.
 
         Example:
             With one sample on rank 0 and three on rank 1, the mean is over four samples.

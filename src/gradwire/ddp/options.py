@@ -27,6 +27,7 @@ class ReducerOptions:
         lazy: If True, a bucket's memory is allocated when its first gradient arrives, and released
             after the backward unless gradients are stored in it.
         manual_finalization: If True, `Reducer.finalize` ends a backward.
+        module: Name of the wrapped module, for messages.
     """
 
     caps: Sequence[int] | None = None
@@ -38,6 +39,7 @@ class ReducerOptions:
     delayed: Collection[str] = ()
     lazy: bool = False
     manual_finalization: bool = False
+    module: str = "(a reducer)"
 
     @property
     def rebuilds(self) -> bool:

@@ -75,7 +75,9 @@ class ReducedModule:
         named = self.named = check_module(self.module, self._ignored)
         reduced = [(n, p) for n, p in named if p.requires_grad]
         self._parameter_check = ParameterCheck(self.module, named, self._ignored)
-        options = replace(self._options, sparse=sparse_names(self.module))
+        options = replace(
+            self._options, sparse=sparse_names(self.module), module=type(self.module).__name__
+        )
         self.reducer = Reducer(reduced, self.group, options)
         if self._reword is not None:
             self.reducer.reword_unexpected(self._reword)
@@ -118,6 +120,7 @@ class ReducedModule:
         named = check_module(module, self._ignored)
         self.module = module
         self.take_values_of_rank_0(named, {})
+        self.reducer.close()
         self.make_reducer()
 
     def take_values_of_rank_0(

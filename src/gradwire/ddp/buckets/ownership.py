@@ -8,8 +8,7 @@ account for every reference to the memory. Otherwise the gradient is copied.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,59 +17,21 @@ from torch.nn import Parameter
 
 from gradwire._scope import outside_contexts
 
-REDUCERS = "gradwire.ddp.reducers"
 holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # not in stubs
 """Function that returns the number of C++ references to a tensor."""
 
 
 class Ownership:
-    """A reducer's record of shared parameters and of gradients that must not be changed.
+    """A reducer's record of gradients that must not be changed.
 
     Attributes:
-        shared: Indices of parameters that other reducers also reduce, which read `.grad` too.
         had_gradient: Indices of parameters that had a gradient before this backward. As in PyTorch,
             other tensors in its memory must see the result. Tensors that share memory which
             autograd allocated in this backward need not.
     """
 
     def __init__(self) -> None:
-        self.shared: set[int] = set()
         self.had_gradient: set[int] = set()
-        self._ready: dict[int, Tensor] = {}
-        self._unused: dict[int, Tensor | None] = {}
-
-    def keep_local(
-        self, parameters: Sequence[Parameter], pending: Iterable[int], ready: Collection[int]
-    ) -> None:
-        """Save shared gradients before another reducer writes its results to them.
-
-        This reducer then sends the local values, as on ranks where it was first.
-
-        Args:
-            parameters: All parameters of the reducer.
-            pending: Indices of parameters that are not copied in yet.
-            ready: Indices of parameters whose gradient is ready. Others may turn out to be unused.
-        """
-        for i in self.shared.intersection(pending):
-            gradient = parameters[i].grad
-            kept = None if gradient is None else gradient.detach().clone()
-            if i not in ready:
-                self._unused.setdefault(i, kept)
-            elif kept is not None:
-                self._ready.setdefault(i, kept)
-
-    def ready_gradient(self, index: int, gradient: Tensor) -> Tensor:
-        """Return the local gradient to send, saved if another reducer has written to `.grad`."""
-        return self._ready.get(index, gradient)
-
-    def unused_gradient(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """Return the accumulated local gradient of a parameter that this backward did not use."""
-        return self._unused.get(index, gradient)
-
-    def clear(self) -> None:
-        """Drop the saved gradients when the backward is over."""
-        self._ready.clear()
-        self._unused.clear()
 
     def begin(
         self,
@@ -90,7 +51,8 @@ class Ownership:
         if first is not None and _is_taken(parameters[first].grad, incoming):
             self.had_gradient.discard(first)
 
-    def may_write(self, index: int, gradient: Tensor, incoming: Sequence[Tensor]) -> bool:
+    @staticmethod
+    def may_write(gradient: Tensor, incoming: Sequence[Tensor]) -> bool:
         """Return True if only the parameter uses its gradient's memory, now and later.
 
         `incoming` contains the gradient that autograd passed, which must have no other name in the
@@ -100,7 +62,7 @@ class Ownership:
         if type(gradient) is not Tensor:
             return False  # a subclass may hold its values elsewhere
         storage = gradient.untyped_storage()
-        if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
+        if is_conj_or_neg(gradient) or not storage.resizable():
             return False  # storage that cannot be resized belongs to an array or a file
         if holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
@@ -119,17 +81,14 @@ class Ownership:
                 known += 1
         return _count(storage) == known
 
-    def may_move(self, index: int, parameter: Parameter, *, names: int, over: bool = False) -> bool:
+    def may_move(self, index: int, parameter: Parameter, *, names: int) -> bool:
         """Return True if the gradient's tensor may be set to other memory.
 
         Args:
             index: Index of the parameter.
             parameter: Parameter with a gradient.
             names: Number of references that the caller holds: local names and tuples.
-            over: True if backward has ended and other reducers have read the gradient.
         """
-        if index in self.shared and not over:
-            return False
         # An expression, not a local name: see `_measure`.
         if sys.getrefcount(parameter.grad) > GRADIENT_REFERENCES + names:
             return False  # another reference may rely on its address
@@ -147,7 +106,7 @@ class Ownership:
             for i, g in zip(indices, gradients, strict=True)
         ]
 
-    def make_private(self, index: int, parameter: Parameter, incoming: Sequence[Tensor]) -> None:
+    def make_private(self, parameter: Parameter, incoming: Sequence[Tensor]) -> None:
         """Give a new gradient its own memory if others use it, in backwards without reduction.
 
         The next backward adds to it in place. If two gradients shared memory, each would
@@ -156,36 +115,8 @@ class Ownership:
         gradient = parameter.grad
         if _is_taken(gradient, incoming[0]):
             assert gradient is not None
-            if not self.may_write(index, gradient, incoming):
+            if not self.may_write(gradient, incoming):
                 parameter.grad = gradient.clone()
-
-
-class Registration:
-    """Entry of a reducer at its parameters' autograd nodes, which shows shared parameters."""
-
-    def __init__(self, nodes: Sequence[Any], ownership: Ownership) -> None:
-        self._nodes, self._ownership = nodes, weakref.ref(ownership)
-        for i, node in enumerate(nodes):
-            self._entries(node).append((self._ownership, i))
-            self._tell(node)
-
-    def remove(self) -> None:
-        """Remove the entry when the reducer is disabled."""
-        for node in self._nodes:
-            entries = self._entries(node)
-            entries[:] = [e for e in entries if e[0] is not self._ownership]
-            self._tell(node)
-
-    @staticmethod
-    def _entries(node: Any) -> list[tuple[weakref.ref[Ownership], int]]:
-        entries: list[tuple[weakref.ref[Ownership], int]] = node.metadata.setdefault(REDUCERS, [])
-        return entries
-
-    def _tell(self, node: Any) -> None:
-        entries = self._entries(node)
-        for reference, index in entries:
-            if ownership := reference():
-                (ownership.shared.add if len(entries) > 1 else ownership.shared.discard)(index)
 
 
 def is_conj_or_neg(tensor: Tensor) -> bool:

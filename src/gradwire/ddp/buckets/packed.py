@@ -151,7 +151,7 @@ class PackedBucket(Bucket):
         else:
             self._ensure_writable()
         # Not for a ready gradient that was cleared since: its bucket may be in flight.
-        kept = self.unused.union(self.ready, self._ownership.shared)
+        kept = self.unused.union(self.ready)
         without = {i for i, m in enumerate(self.members) if m in kept} if kept else ()
         self._lent.lend(without, self._small if self._small_together else None)
 
@@ -159,16 +159,14 @@ class PackedBucket(Bucket):
         self._lent.take_back(self._unused_places())
 
     def move_out(self) -> None:
-        for place in range(len(self.members)):
-            self._move_out(place)
+        for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
+            move_out(parameter, pointer)
 
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
         if not self._writable:
             self._ensure_writable()
         place = self._place[member]
         parameter, view = self.parameters[place], self._views[place]
-        if member in self._ownership.shared:
-            self._move_out(place)
         gradient = dense_gradient(parameter)
         if gradient.data_ptr() == self._pointers[place]:
             if self.scale != 1.0:
@@ -178,12 +176,10 @@ class PackedBucket(Bucket):
         if self._may_move(place, names=1):
             self._move_to(parameter, gradient, view)
 
-    def _may_move(self, place: int, *, names: int, over: bool = False) -> bool:
+    def _may_move(self, place: int, *, names: int) -> bool:
         """Return True if a gradient may be moved to the buffer; see `Ownership.may_move`."""
         member, parameter = self.members[place], self.parameters[place]
-        if self._as_views:
-            return over or member not in self._ownership.shared
-        return self._ownership.may_move(member, parameter, names=names, over=over)
+        return self._as_views or self._ownership.may_move(member, parameter, names=names)
 
     def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
         if self._as_views:
@@ -192,10 +188,6 @@ class PackedBucket(Bucket):
             parameter.grad = view.detach()
         else:
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
-
-    def _move_out(self, place: int) -> None:
-        """Move a gradient that will be read or zeroed out of the buffer that is reduced."""
-        move_out(self.parameters[place], self._pointers[place])
 
     def _outside_before(self) -> list[_Entry]:
         """Return the entries of gradients that are not in the buffer before the reduction.
@@ -249,31 +241,22 @@ class PackedBucket(Bucket):
 
     def _copy_to_views(self, outside: Sequence[_Entry]) -> None:
         if outside:
-            gradients = [g for _, g, _ in outside]
-            if self._ownership.shared:
-                own, members = self._ownership.ready_gradient, self.members
-                gradients = [own(members[i], g) for i, g, _ in outside]
-            torch._foreach_copy_([v for _, _, v in outside], gradients)
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
 
     def copy_in(self) -> None:
         if not self._writable:  # no gradient was copied in early
             self._ensure_writable()
-        for member in self._ownership.shared.intersection(self.members):
-            self._move_out(self.members.index(member))
         if self.unused:
             self.take_back()
         self._lent.settle()
         outside = self._outside_before()
         self._copy_to_views(outside)
         outside = self._without_moved(outside)
-        # Not with shared parameters: another reducer would count this reference as a use.
-        alone = self._ownership.shared.isdisjoint(self.members)
-        if alone and not (self.unused or self._deferred or self._as_views):
+        if not (self.unused or self._deferred or self._as_views):
             self._copied_in = outside
         if self._as_views and not self._with_graph:
             for place, _, view in outside:
-                if self._may_move(place, names=0):  # a replaced .grad keeps its old value
-                    self.parameters[place].grad = view
+                self.parameters[place].grad = view  # a replaced .grad keeps its old value
         for i in self._unused_places():
             self._copy_in_unused(i)
         if self.scale != 1.0:
@@ -305,8 +288,8 @@ class PackedBucket(Bucket):
 
     def _copy_in_unused(self, place: int) -> None:
         """Copy in a gradient that accumulated earlier; save it in case no rank adds to it."""
-        view, member = self._views[place], self.members[place]
-        gradient = self._ownership.unused_gradient(member, self.parameters[place].grad)
+        view = self._views[place]
+        gradient = self.parameters[place].grad
         if gradient is None:
             view.zero_()
             return
@@ -353,7 +336,7 @@ class PackedBucket(Bucket):
         plain: list[_Entry] = []
         for entry, used in zip(away, elsewhere, strict=True):
             place, gradient, reduced = entry
-            if used and self._may_move(place, names=2, over=True):
+            if used and self._may_move(place, names=2):
                 self._move_to(self.parameters[place], gradient, reduced.clone())
             elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(reduced)

@@ -39,7 +39,7 @@ class InPlaceBucket(Bucket):
         parameter = self.parameters[0]
         gradient = dense_gradient(parameter)
         straight = gradient.stride() == self._strides
-        if straight and self._ownership.may_write(member, gradient, incoming):
+        if straight and self._ownership.may_write(gradient, incoming):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
         else:
@@ -54,11 +54,11 @@ class InPlaceBucket(Bucket):
     def copy_in(self) -> None:
         if self._taken:
             return  # copied in early
-        member, parameter = self.members[0], self.parameters[0]
+        parameter = self.parameters[0]
         if not self.unused:
-            self._copy_in_whole(self._ownership.ready_gradient(member, dense_gradient(parameter)))
-        elif (accumulated := self._ownership.unused_gradient(member, parameter.grad)) is not None:
-            self._copy_in_whole(accumulated)
+            self._copy_in_whole(dense_gradient(parameter))
+        elif parameter.grad is not None:  # accumulated earlier
+            self._copy_in_whole(parameter.grad)
         else:
             self.zero()
 
@@ -98,7 +98,7 @@ class InPlaceBucket(Bucket):
         if (
             not is_conj_or_neg(gradient)
             and ownership.used_elsewhere([member], [gradient])[0]
-            and ownership.may_move(member, parameter, names=1, over=True)
+            and ownership.may_move(member, parameter, names=1)
         ):
             gradient.set_(reduced)  # type: ignore[call-overload]
         else:
@@ -121,11 +121,7 @@ class SparseBucket(Bucket):
         self.total = SparseSum(context.group)
 
     def copy_in(self) -> None:
-        member, gradient = self.members[0], self.parameters[0].grad
-        if self.unused:
-            gradient = self._ownership.unused_gradient(member, gradient)
-        elif gradient is not None:
-            gradient = self._ownership.ready_gradient(member, gradient)
+        gradient = self.parameters[0].grad
         if gradient is None:
             if not self.unused:
                 raise ReductionError(

@@ -175,7 +175,7 @@ def _on_local_gradient(backward: Backward, index: int, incoming: tuple[Any, ...]
         assigner = backward.assigner
         backward.local.note(index)
         backward.usage.touched.add(index)
-        assigner.ownership.make_private(index, assigner.parameters[index], incoming)
+        assigner.ownership.make_private(assigner.parameters[index], incoming)
 
 
 @runs_outside_contexts

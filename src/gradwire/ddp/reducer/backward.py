@@ -83,7 +83,7 @@ class Backward:
         self.forwards = Forwards()
         self.replicas, self.local = ReplicaSums(), LocalBackwards()
         self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
+        self.weights = Weights(assigner.parameters, usage.nodes)
         self.detach_optimizers()
         self.set_group(assigner.group)
         self._make_buckets(assigner.first_order())
@@ -267,16 +267,6 @@ class Backward:
         finally:  # the backward has ended all the same, and the next one starts from a clear state
             self._clear()
 
-    def keep_local(self) -> None:
-        """Copy shared gradients still to be sent, which another reducer of this backward writes."""
-        ownership, short = self.assigner.ownership, self.state is BackwardState.SHORT
-        if ownership.shared and (self.running or short):
-            waiting = self.buckets.after(len(self.launcher.launched) - 1)
-            pending = {i for bucket in waiting for i in bucket.members}
-            if short:
-                pending -= set(self.buckets.missing())  # have not arrived yet
-            ownership.keep_local(self.parameters, pending, set(self.buckets.ready()))
-
     def interrupt(self) -> None:
         """Abort the running backward after an exception, unless it was already handled.
 
@@ -354,7 +344,6 @@ class Backward:
         self.had_undefined = self.takes_part = self.parked = False
         self.launcher.launched.clear()
         self.launcher.scale = None
-        self.assigner.ownership.clear()
         self.give_turn_up()
         self.order.clear()
         self.buckets.reset()

@@ -203,8 +203,6 @@ def finalize_backward(backward: Backward) -> None:
     results, factor = _receive(backward, buckets.ready())
     if usage.allows_unused:
         untouched |= usage.unused
-    for other in backward.others():
-        other.keep_local()
     for launched, reduced in zip(backward.launcher.launched, results, strict=True):
         launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
     backward.assigner.lay_as_parameters()

@@ -8,6 +8,7 @@ reducer waits for the buckets in that order and writes the results to the gradie
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from torch.nn import Parameter
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.buckets.assignment import BucketAssigner
-from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.options import ReducerOptions
@@ -37,6 +37,29 @@ from gradwire.ddp.reducer.usage import Usage, accumulation_node
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name, run_in_group
+
+REDUCER = "gradwire.ddp.reducer"
+"""Key in a parameter's node of autograd: the parameter's reducer, and its name there."""
+
+
+def check_unshared(named: Sequence[tuple[str, Tensor]], module: str) -> None:
+    """Raise if another reducer has one of the parameters, of a module of this name."""
+
+    def shared() -> str | None:
+        for name, parameter in named:
+            reference, known = accumulation_node(parameter).metadata.get(REDUCER, (None, ""))
+            other: Reducer | None = reference and reference()
+            if other is not None and other._remove_hooks.alive:
+                return f"{name} of {module} is also {known} of {other._module}"
+        return None
+
+    if shared() is not None:
+        gc.collect()  # a deleted wrapper may be part of a reference cycle
+    if (found := shared()) is not None:
+        raise NotSupportedError(
+            f"parameter {found}, which has a wrapper: wrap one module that contains both, or "
+            "modules without common parameters; to wrap a module again, delete its first wrapper"
+        )
 
 
 class Reducer:
@@ -55,6 +78,7 @@ class Reducer:
     Raises:
         ArgumentError: There are no parameters, caps are not positive, or the layout does not fit.
         ArgumentTypeError: `group` is no process group.
+        NotSupportedError: Another reducer has one of the parameters.
 
     Example:
         >>> import torch.distributed as dist
@@ -81,14 +105,17 @@ class Reducer:
         if not parameters:
             raise ArgumentError("parameters is empty: there is nothing to reduce")
         options = ReducerOptions(**given) if options is None else options
-        self._named = list(parameters)
+        check_unshared(parameters, options.module)
+        self._module = options.module
         # with skip_unused, the bucket that carries them may be skipped
         extra_numel = 0 if options.skip_unused else len(Tally._fields)
-        assigner = BucketAssigner(self._named, group, options, extra_numel=extra_numel)
+        assigner = BucketAssigner(parameters, group, options, extra_numel=extra_numel)
         # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
         self._backward = Backward(assigner, Usage(assigner.parameters, nodes, options))
         self._remove_hooks = self._register_hooks(nodes)
+        for node, (name, _) in zip(nodes, parameters, strict=True):
+            node.metadata[REDUCER] = weakref.ref(self), name
 
     def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:
         """Register the hooks for ready gradients, and return a finalizer that removes them."""
@@ -96,8 +123,7 @@ class Reducer:
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
-        registration = Registration(nodes, self._backward.assigner.ownership)
-        return remove_hooks_with(self, [*handles, registration])
+        return remove_hooks_with(self, handles)
 
     @runs_outside_contexts
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:

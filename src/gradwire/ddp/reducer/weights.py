@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import (
@@ -43,7 +42,6 @@ class Weights:
     Args:
         parameters: Parameters of the reducer.
         nodes: Nodes that accumulate the parameters' gradients.
-        ownership: Record of the parameters that other reducers reduce, too.
 
     Attributes:
         fail: Function that ends the backward on every rank, and raises.
@@ -53,10 +51,8 @@ class Weights:
 
     fail: Callable[[Exception], NoReturn]
 
-    def __init__(
-        self, parameters: Sequence[Parameter], nodes: Sequence[Any], ownership: Ownership
-    ) -> None:
-        self._parameters, self._nodes, self._ownership = parameters, nodes, ownership
+    def __init__(self, parameters: Sequence[Parameter], nodes: Sequence[Any]) -> None:
+        self._parameters, self._nodes = parameters, nodes
         self._lock = threading.Lock()  # autograd runs one thread per device
         self._handles: list[Any] = []
         self.given: float | None = None
@@ -200,12 +196,6 @@ class Weights:
     def _check_first(self, index: int) -> None:
         """Raise if the first weighted gradient since a reduction would be added to another one."""
         gradient = self._parameters[index].grad
-        if index in self._ownership.shared:
-            self.fail(
-                NotSupportedError(
-                    "weight(n) with parameters that two wrappers reduce: wrap them once"
-                )
-            )
         if gradient is not None and not _is_zero(gradient):
             self.fail(
                 NotSupportedError(
