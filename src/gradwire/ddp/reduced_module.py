@@ -78,6 +78,8 @@ class ReducedModule:
         options = replace(
             self._options, sparse=sparse_names(self.module), module=type(self.module).__name__
         )
+        if "reducer" in self.__dict__:  # a parameter has one reducer
+            self.reducer.close()
         self.reducer = Reducer(reduced, self.group, options)
         if self._reword is not None:
             self.reducer.reword_unexpected(self._reword)
@@ -120,7 +122,6 @@ class ReducedModule:
         named = check_module(module, self._ignored)
         self.module = module
         self.take_values_of_rank_0(named, {})
-        self.reducer.close()
         self.make_reducer()
 
     def take_values_of_rank_0(
