@@ -127,7 +127,7 @@ def _start_recorder() -> None:
 
 
 def _report_errors() -> None:
-    _call("gradwire.elastic.members", "end_with_reports")
+    _call("gradwire.elastic.supervisor", "end_with_reports")
 
 
 def _install_compat() -> None:

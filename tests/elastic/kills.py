@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from elastic import links, worker
 from elastic.worker import BATCH, KINDS, LATE, POINTS, SAMPLES, Job
-from gradwire.elastic.training.samples import Samples, Shard
+from gradwire.elastic.shards import Samples, Shard
 
 LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 4, "gloo": 5}

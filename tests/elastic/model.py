@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire.elastic import protocol as p
-from gradwire.elastic.training.samples import deal
+from gradwire.elastic.shards import deal
 
 SHARDS = 4
 Transition = Callable[[p.Member, p.Event], tuple[p.Member, tuple[p.Effect, ...]]]

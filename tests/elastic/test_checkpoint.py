@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from elastic.kills import CONTEXT
-from gradwire.elastic.training import checkpoint
+from gradwire.elastic import checkpoint
 from gradwire.errors import ArgumentError, CheckpointError
 
 MOMENTS = {  # where it is killed, and the checkpoint that is there then

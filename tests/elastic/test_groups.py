@@ -22,9 +22,8 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.members.groups import GenerationGroup, _in_thread, form_gloo
-from gradwire.elastic.members.sockets import listening_port
-from gradwire.elastic.members.waiting import make_wait
+from gradwire.elastic.generations import GenerationGroup, _in_thread, form_gloo, make_wait
+from gradwire.elastic.membership import listening_port
 from gradwire.errors import PeerLostError
 
 

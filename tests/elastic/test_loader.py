@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from gradwire import elastic
-from gradwire.elastic.training.seeding import SeededDataset, apart
+from gradwire.elastic.loader import SeededDataset, apart
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 

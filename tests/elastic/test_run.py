@@ -20,10 +20,9 @@ from torch import nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import protocol
-from gradwire.elastic.members import Runtime
-from gradwire.elastic.training import speeds
-from gradwire.elastic.training.member_steps import MemberSteps
+from gradwire.elastic import protocol, shards
+from gradwire.elastic.member_steps import MemberSteps
+from gradwire.elastic.runtime import Runtime
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -887,7 +886,7 @@ def test_a_slow_member_gets_fewer_shards_and_bits_stay(
         now.time = getattr(now, "time", 0.0) + now.speed
         return float(now.time)
 
-    monkeypatch.setattr(speeds, "clock", clock)
+    monkeypatch.setattr(shards, "clock", clock)
     counts: list[list[int]] = [[], []]
 
     def member(number: int) -> list[torch.Tensor]:

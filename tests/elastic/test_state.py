@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic.training import checkpoint, transfer
-from gradwire.elastic.training.state import State
+from gradwire.elastic import checkpoint, transfer
+from gradwire.elastic.kept import State
 from gradwire.errors import (
     ArgumentError,
     DistributedError,

@@ -16,10 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from gradwire import elastic
+from gradwire.elastic import supervisor
 from gradwire.elastic.__main__ import main
-from gradwire.elastic.members import supervisor
-from gradwire.elastic.members.environment import LAUNCH_VARIABLES, MEMBERS_VARIABLE, STORE_VARIABLE
-from gradwire.elastic.members.membership import Membership
+from gradwire.elastic.membership import (
+    LAUNCH_VARIABLES,
+    MEMBERS_VARIABLE,
+    STORE_VARIABLE,
+    Membership,
+)
 from gradwire.errors import ArgumentError, DistributedError, RunOverError
 
 # members without torch, which say what a member's `join` and its run say

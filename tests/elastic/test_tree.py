@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.elastic.training.samples import assign, check_shards, deal
-from gradwire.elastic.training.speeds import Speeds, balance
-from gradwire.elastic.training.tree import add_up, nodes_of, push
+from gradwire.elastic.shards import Speeds, assign, balance, check_shards, deal
+from gradwire.elastic.tree_sum import add_up, nodes_of, push
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 POWERS = st.integers(0, 6).map(lambda power: 1 << power)

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from elastic import links
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic.members.forming import Forming
-from gradwire.elastic.members.runtime import Runtime
-from gradwire.elastic.training import transfer
-from gradwire.elastic.training.gradients import TreeSum
-from gradwire.elastic.training.member_steps import MemberSteps
+from gradwire.elastic import transfer
+from gradwire.elastic.generations import Forming
+from gradwire.elastic.member_steps import MemberSteps
+from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.tree_sum import TreeSum
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32

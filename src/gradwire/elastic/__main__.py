@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gradwire.elastic.members import SHUTDOWN_SECONDS, parse_address, serve_store, supervise
+from gradwire.elastic.membership import parse_address
+from gradwire.elastic.supervisor import SHUTDOWN_SECONDS, serve_store, supervise
 from gradwire.errors import ArgumentError
 
 

@@ -1,19 +1,123 @@
-"""Start the processes of one host, restart those that fail, and end them on signals."""
+"""Reports of a process to its supervisor, and the exit code of a process that comes too late.
+
+They go through a pipe that the supervisor makes for each process. Exit codes say too little: a
+process may fail after its run is done, and all may fail with the same error at the same step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import math
+import os
 import signal
+import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
+
+import torch.distributed as dist
 
 from gradwire._processes import end_with_parent
 from gradwire._text import printable
-from gradwire.elastic.members.reports import Reports
+from gradwire.elastic.membership import (
+    LAUNCH_VARIABLES,
+    MEMBERS_VARIABLE,
+    STORE_VARIABLE,
+    parse_address,
+)
+from gradwire.errors import ArgumentError, RunOverError
+
+VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
+TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
+
+
+class Reports:
+    """Supervisor's end of the pipe of a process.
+
+    Attributes:
+        sender: Descriptor that the process inherits; close it with `started`.
+        environment: Variable through which the process finds the pipe.
+    """
+
+    def __init__(self) -> None:
+        self._receiver, self.sender = os.pipe()
+        os.set_blocking(self._receiver, False)
+        # in a process that the member starts, the descriptor may be another file
+        self.environment = {VARIABLE: f"{self.sender}:{os.fstat(self.sender).st_ino}"}
+
+    def started(self) -> None:
+        """Close the sending end in the supervisor, once the process is started."""
+        os.close(self.sender)
+
+    def read(self) -> dict[str, Any]:
+        """Return all reports, and close the pipe, after the process has ended."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):  # a child that it forked still has the other end
+            while piece := os.read(self._receiver, 1 << 16):
+                data += piece
+        os.close(self._receiver)
+        said: dict[str, Any] = {}
+        for line in data.splitlines():
+            said.update(json.loads(line))
+        return said
+
+
+def report(**fields: Any) -> None:
+    """Report fields to the supervisor, if there is one."""
+    number, _, inode = os.environ.get(VARIABLE, "").partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        if os.fstat(int(number)).st_ino == int(inode):
+            os.write(int(number), json.dumps(fields).encode() + b"\n")
+
+
+def end_with_reports(
+    member: int | None = None, step: Callable[[], int | None] = lambda: None
+) -> None:
+    """Report uncaught errors to the supervisor; exit with the code of a RunOverError.
+
+    The lines of their tracebacks begin with the member's number.
+
+    Args:
+        member: Number of this member; None before it has joined.
+        step: Function that returns the current step; None if there is none.
+    """
+    before = getattr(sys.excepthook, "gradwire_before", sys.excepthook)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RunOverError):
+            report(over=str(error))
+            print(f"gradwire: {error}", file=sys.stderr, flush=True)
+            sys.exit(error.code)  # the interpreter handles SystemExit
+        if isinstance(error, Exception):
+            report(error=kind.__name__, message=str(error)[:TEXT], step=step())
+        with contextlib.nullcontext() if member is None else _numbered_lines(member):
+            before(kind, error, trace)
+
+    hook.gradwire_before = before  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def _numbered_lines(member: int) -> Iterator[None]:
+    """Begin each line that is written to stderr inside the block with the member's number."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+    finally:
+        lines = text.getvalue().splitlines()
+        numbered = (f"[member {member}] {printable(line)}\n" for line in lines)
+        sys.stderr.write("".join(numbered))  # one write, since members share the terminal
+        sys.stderr.flush()
+
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 60.0  # until a message says that processes still run after the run
@@ -238,3 +342,145 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+SHUTDOWN_SECONDS = 30.0
+FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
+    """Serve a store in this process, which is not a member.
+
+    Args:
+        host: Address to listen on; members on other hosts must be able to reach it.
+        port: Port to listen on; 0 for a free one.
+
+    Raises:
+        ArgumentError: This host cannot listen there.
+
+    Example:
+        >>> store = serve_store()
+        >>> store.port > 0
+        True
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ArgumentError(
+            f"no store can be served at {host}:{port}: {error}; pass an address of this host and a "
+            "free port"
+        ) from error
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    max_restarts: int = 3,
+    store: str | None = None,
+    members: int | None = None,
+    grace: float | None = None,
+    shutdown_timeout: float = SHUTDOWN_SECONDS,
+    log: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Run a command in several processes as members of an elastic run, until all have ended.
+
+    A process that fails or is killed is restarted, unless its run was done. Processes that exit
+    with 0 are not restarted, and the others are waited for. If more than `nproc` processes in a row
+    end with the same error at the same step, all are ended.
+
+    SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the processes, which have
+    `shutdown_timeout` seconds to end before they are killed; SIGUSR1 and SIGUSR2 are forwarded. No
+    process is left when this function returns or raises. Signals are handled only in the main
+    thread.
+
+    Args:
+        command: Command and its arguments.
+        nproc: Number of processes.
+        max_restarts: Number of restarts, over all processes.
+        store: host:port of a store that another process serves; None to serve one here.
+        members: Number of members that the first generation waits for; None for `nproc`.
+        grace: Seconds after which processes are ended that still run when another of this host is
+            done; None to wait for them.
+        shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
+        log: Function called with a line of text about each death, restart and end.
+
+    Returns:
+        0 if the run is done, or the process that ended last exited with 0. Otherwise the exit code
+        of a process, 128 + n if signal n killed it; 1 if processes had to be ended. A process that
+        fails after its run is done makes it nonzero.
+
+    Raises:
+        ArgumentError: The command is empty, or an argument is invalid.
+        SystemExit: A signal ended the processes, even if they exited with 0; the code is 128 + its
+            number.
+        KeyboardInterrupt: SIGINT ended the processes.
+
+    Example:
+        >>> import sys
+        >>> supervise([sys.executable, "-c", "pass"], nproc=2)
+        0
+        >>> supervise([sys.executable, "-c", "raise SystemExit(7)"], nproc=1, max_restarts=1)
+        7
+    """
+    if not command:
+        raise ArgumentError("command is empty: pass the program and its arguments")
+    for name, value, least in (
+        ("nproc", nproc, 1),
+        ("max_restarts", max_restarts, 0),
+        ("members", nproc if members is None else members, 1),
+        ("grace", grace or 0.0, 0),
+        ("shutdown_timeout", shutdown_timeout, 0),
+    ):
+        if not value >= least:
+            raise ArgumentError(f"{name} is {value}: pass {least} or more")
+    if store is not None:
+        parse_address(store, "store")
+    if store is None:
+        served = serve_store()  # lives until this function returns
+        store = f"127.0.0.1:{served.port}"
+    environment = {
+        **os.environ,
+        STORE_VARIABLE: store,
+        MEMBERS_VARIABLE: str(nproc if members is None else members),
+        LAUNCH_VARIABLES[0]: uuid.uuid4().hex,
+    }
+    supervisor = Supervisor(command, environment, nproc, max_restarts, grace, shutdown_timeout, log)
+    with _signals_taken(supervisor.signals):
+        try:
+            code = supervisor.run()
+        finally:
+            supervisor.end()
+    if code is None:
+        if supervisor.stopped_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + supervisor.stopped_by)
+    return code
+
+
+@contextlib.contextmanager
+def _signals_taken(received: list[int]) -> Iterator[None]:
+    """Append signals to `received` instead of handling them, except ignored ones."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def take(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    try:
+        for number in taken:
+            signal.signal(number, take)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number] or signal.SIG_DFL)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gradwire._processes import is_alive, this_process
-from gradwire.elastic.training.transfer import cast, put
+from gradwire.elastic.transfer import cast, put
 from gradwire.errors import ArgumentError, CheckpointError
 
 PREFIX = "step-"

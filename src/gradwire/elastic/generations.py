@@ -1,37 +1,47 @@
-"""Process group of a generation: form it, abort it and leave it, apart from the default group.
-
-On shm, members connect by the names of their listeners; on Gloo, through the store. A wait for a
-member that does not come is ended: on shm by a message, on Gloo by shutting down its connections,
-because Gloo itself waits until its timeout.
-"""
+"""Wait for collectives of a generation, and tell errors that mean a lost member from others."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, Work
 
+from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store
 from gradwire._processes import Deadline
-from gradwire.ddp import FaultDomain
-from gradwire.elastic.members.sockets import (
+from gradwire.ddp import FaultDomain, wait_work
+from gradwire.elastic.membership import (
+    Membership,
+    Monitor,
     listening_port,
     own_connection,
     ports_of,
     shut_down,
     sockets,
 )
-from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.elastic.protocol import Decision
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    HookError,
+    PeerFailedError,
+    PeerLostError,
+    RunOverError,
+)
 from gradwire.shm import (
     Listener,
     ShmProcessGroup,
@@ -40,6 +50,67 @@ from gradwire.shm import (
     join,
     report_absent,
 )
+
+Wait: TypeAlias = Callable[[Work], None]
+
+_LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
+_UNCLEAR = (DistError, HookError, DistributedError)
+
+
+def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
+    """Return a function that waits for a collective.
+
+    The function raises a DistributedError if the collective failed, whatever its backend raised.
+
+    Args:
+        poll: Function called from time to time; raises if the generation has to end.
+        seconds: Timeout of the group.
+    """
+
+    def wait(work: Work) -> None:
+        error = wait_work(work, poll, on_cpu=True, seconds=seconds)
+        try:
+            if error is None:
+                return
+            poll()
+            if isinstance(error, DistributedError) or not is_transport(error):
+                raise error
+            raise PeerLostError(f"a member was lost: {error}") from error
+        finally:
+            # its traceback refers to this frame and those below, with the group: a cycle that only
+            # garbage collection would free
+            del error
+
+    return wait
+
+
+def means_a_loss(error: BaseException) -> bool:
+    """Return True if the type of an error says that a member was lost."""
+    return isinstance(error, _LOSSES)
+
+
+def may_mean_a_loss(error: BaseException) -> bool:
+    """Return True if a lost member is one possible cause of an error."""
+    if isinstance(error, RunOverError):  # raised by the last commit, when all members are done
+        return False
+    return isinstance(error, _UNCLEAR) or type(error) is RuntimeError
+
+
+def let_go(error: BaseException) -> None:
+    """Release the objects held by the frames of an error's traceback.
+
+    A frame that has the error in a variable forms a cycle with it. The cycle would keep the failed
+    group with its connections and threads until the next garbage collection.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        each = errors.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            errors += [each.__cause__, each.__context__]
+            traceback.clear_frames(each.__traceback__)  # does not clear running frames
+
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01
@@ -278,3 +349,115 @@ def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) ->
     texts = store.multi_get([f"ports/{other}" for other in range(size)])
     known = {int(port) for text in texts for port in text.split()}
     return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}
+
+
+def make_listener(backend: str) -> Listener | None:
+    """Return the listener that members of this host connect to; None without shared memory."""
+    return Listener() if backend == "shm" and is_available() else None
+
+
+class Forming:
+    """Forms groups for one member.
+
+    Args:
+        membership: Keys of the run in the store.
+        monitor: Signs of life.
+        listener: Listener that other members of this host connect to; `close` closes it.
+        backend: "shm", or "gloo" for all groups.
+        timeout: Timeout of a group's operations in seconds.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        monitor: Monitor,
+        listener: Listener | None,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        self._membership, self._monitor, self._listener = membership, monitor, listener
+        self._backend, self._timeout = backend, timedelta(seconds=timeout)
+        # members that failed, and since when
+        self._unformed: tuple[frozenset[int], float] | None = None
+        _ALL.add(self)
+
+    def solo(self) -> GenerationGroup:
+        """Return a group of this process alone."""
+        return form_solo(self._timeout, self._backend)
+
+    def form(self, decision: Decision, rank: int) -> GenerationGroup:
+        """Form the group of a generation.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
+                reason: the next rendezvous decides.
+            DistributedError: Forming has failed for so long that this member gives up.
+        """
+        try:
+            group = self._form(decision, rank)
+        except DistributedError as error:
+            if means_a_loss(error):
+                self._give_up(decision, rank, error)
+            raise
+        self._unformed = None
+        return group
+
+    def close(self) -> None:
+        """Close the listener, whose name a forked child would otherwise keep alive."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _form(self, decision: Decision, rank: int) -> GenerationGroup:
+        if len(decision.members) == 1:
+            return self.solo()
+        processes = [self._membership.process(number) for number in decision.members]
+        store, found = self._membership.store, [q for q in processes if q is not None]
+        if len(found) < len(processes):
+            raise PeerLostError("a member died before it wrote its process to the store")
+
+        def poll() -> None:
+            self._check(decision)
+
+        generation, hosts = decision.generation, {q.host for q in found}
+        if self._listener is not None and len(hosts) == 1 and None not in hosts:
+            names = [q.listener for q in found]
+            if all(names):
+                return form_shm(self._listener, names, rank, generation, store, self._timeout, poll)
+        return form_gloo(rank, len(found), generation, store, self._timeout, poll)
+
+    def _check(self, decision: Decision) -> None:
+        """Raise if the group of the generation will not be formed."""
+        after = decision.generation + 1
+        if self._membership.decision(after) is not None:
+            raise PeerLostError(f"generation {decision.generation} has ended")
+        arrived = {r.member for r in self._membership.arrivals(after)}
+        if gave_up := arrived.intersection(decision.members):  # newcomers can wait
+            raise PeerLostError(f"members {sorted(gave_up)} have left the generation")
+        if gone := self._monitor.absent(decision.members).gone:
+            raise PeerLostError(f"members {sorted(gone)} are gone")
+
+    def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
+        """Raise if these members could not form a group for long; the last rank raises first.
+
+        The faulty member cannot be known, but one member fewer may succeed.
+        """
+        members, now = frozenset(decision.members), time.monotonic()
+        if self._unformed is None or self._unformed[0] != members:
+            self._unformed = members, now
+        patience = self._timeout.total_seconds() * (len(members) - rank)
+        if now - self._unformed[1] > patience:
+            raise DistributedError(
+                f"no group could be formed within {patience:g} s: {error}"
+            ) from error
+
+
+_ALL: WeakSet[Forming] = WeakSet()
+
+
+def _in_child() -> None:
+    for forming in list(_ALL):
+        forming.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

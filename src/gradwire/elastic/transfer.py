@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.optim import Optimizer
 
 from gradwire.ddp import broadcast_options
-from gradwire.elastic.members import Wait
+from gradwire.elastic.generations import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
 PIECE_BYTES = 64 << 20

@@ -13,14 +13,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwire.ddp import digest
-from gradwire.elastic.members import Runtime, let_go, may_mean_a_loss, means_a_loss
-from gradwire.elastic.training import transfer
-from gradwire.elastic.training.columns import gradient_dtype
-from gradwire.elastic.training.gradients import Contribution, TreeSum
-from gradwire.elastic.training.samples import Samples, Shard, assign, deal
-from gradwire.elastic.training.seeding import seed_of
-from gradwire.elastic.training.speeds import Speeds
-from gradwire.elastic.training.state import State, Stepper, check_reduced
+from gradwire.elastic import transfer
+from gradwire.elastic.generations import let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic.kept import State, Stepper, check_reduced
+from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.shards import Samples, Shard, Speeds, assign, deal, seed_of
+from gradwire.elastic.tree_sum import Contribution, TreeSum, gradient_dtype
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 
 

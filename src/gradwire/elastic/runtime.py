@@ -12,12 +12,16 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Store
 
 from gradwire.elastic import protocol as p
-from gradwire.elastic.members.forming import Forming, make_listener
-from gradwire.elastic.members.groups import GenerationGroup
-from gradwire.elastic.members.membership import Membership
-from gradwire.elastic.members.monitor import Monitor
-from gradwire.elastic.members.reports import report
-from gradwire.elastic.members.waiting import Wait, make_wait, means_a_loss
+from gradwire.elastic.generations import (
+    Forming,
+    GenerationGroup,
+    Wait,
+    make_listener,
+    make_wait,
+    means_a_loss,
+)
+from gradwire.elastic.membership import Membership, Monitor
+from gradwire.elastic.supervisor import report
 from gradwire.errors import (
     DistributedError,
     MismatchError,

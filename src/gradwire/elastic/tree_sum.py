@@ -1,46 +1,220 @@
-"""Gradients of shards, reduced in one tree over the members, so that the bits never change.
+"""Tree in which the gradients of shards are added, with integers only.
 
-Each shard's gradients are copied into flat tensors, one per dtype, and added to those of the shards
-on their left as far as both are on this member (`tree`). The rest is sent once: each member gets a
-slice of the subtrees of all members, finishes the tree for its slice, and all gather the slices. If
-each member has one subtree, an all-reduce sends the same amount.
-
-Flat tensors have at least single precision: sums and weights would overflow float16, and bfloat16
-would round them. Their elements are in row-major order, whatever strides the parameters have on
-each member.
-
-Buffers that forward changes, such as running statistics, are reduced as well: every shard begins
-with their values at the beginning of the step; floating-point buffers become the mean over shards,
-others the maximum.
+The tree is binary and complete over a power of two of shards. A *node* is the contiguous range of
+shards below it. A member adds up the largest nodes within its own shards; the nodes above are added
+from these in the same order on any member. So every addition has the same two operands with any
+number of members, and the sum has the same bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
-from gradwire.elastic.members import Wait
-from gradwire.elastic.training.columns import (
-    Column,
-    add_to_left,
-    as_bytes,
-    as_gradient,
-    by_slice,
-    by_sum_dtype,
-    divide,
-    gradient_dtype,
-    larger_to_left,
-    splits,
-)
-from gradwire.elastic.training.state import State
-from gradwire.elastic.training.tree import Node, add_up, nodes_of, push
+from gradwire.buckets import memory_strides
+from gradwire.elastic.generations import Wait
+from gradwire.elastic.kept import State
 from gradwire.errors import NotSupportedError, ReductionError
+
+Node = tuple[int, int]
+"""First shard below a node, and their number: a power of two that divides the first."""
+
+Value = TypeVar("Value")
+
+
+def nodes_of(shards: Iterable[int]) -> list[Node]:
+    """Return the largest nodes that together cover shards in ascending order.
+
+    Example:
+        >>> nodes_of([1, 3, 4, 5, 6, 7])
+        [(1, 1), (3, 1), (4, 4)]
+    """
+    pending: list[tuple[Node, None]] = []
+    for shard in shards:
+        push(pending, (shard, 1), None, lambda left, right: None)
+    return [node for node, _ in pending]
+
+
+def sibling(node: Node) -> Node:
+    """Return the sibling of a node."""
+    first, size = node
+    return first ^ size, size
+
+
+def parent(node: Node) -> Node:
+    """Return the parent of a node."""
+    first, size = node
+    return first & ~size, 2 * size
+
+
+def add_up(
+    shards: int, values: Mapping[Node, Value], add: Callable[[Value, Value], Value]
+) -> Value:
+    """Return the value of the root, from those of nodes that together cover all shards.
+
+    Args:
+        shards: Number of shards.
+        values: Value of each node; no node is below another.
+        add: Function of the values of a left and a right child; it may write to the left one.
+
+    Example:
+        >>> add_up(4, {(0, 2): "ab", (2, 1): "c", (3, 1): "d"}, lambda x, y: f"({x}+{y})")
+        '(ab+(c+d))'
+    """
+    pending: list[tuple[Node, Value]] = []
+    for node in sorted(values):
+        merged = push(pending, node, values[node], add)
+    assert merged == (0, shards), "the nodes are not the tree's leaves"
+    return pending[0][1]
+
+
+def push(
+    pending: list[tuple[Node, Value]],
+    node: Node,
+    value: Value,
+    add: Callable[[Value, Value], Value],
+) -> Node:
+    """Append a node, and add siblings: at most log2(shards) nodes are pending.
+
+    Returns:
+        Node that contains the appended one.
+    """
+    pending.append((node, value))
+    while len(pending) > 1 and pending[-2][0] == sibling(pending[-1][0]) < pending[-1][0]:
+        (left, first), (_, second) = pending[-2:]
+        pending[-2:] = [(parent(left), add(first, second))]
+    return pending[-1][0]
+
+
+class Column:
+    """Tensors that are reduced in one dtype, contiguous in flat memory.
+
+    Args:
+        dtype: Dtype of the flat memory.
+        like: The tensors.
+        add: Function that writes the combination of two flat tensors to the first.
+        width: Number of members, and of slices of the flat memory.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        like: Sequence[Tensor],
+        add: Callable[[Tensor, Tensor], Tensor],
+        width: int,
+    ) -> None:
+        self.add, self.width = add, width
+        self.dtype, self.shapes = dtype, [t.shape for t in like]
+        self.sizes = [t.numel() for t in like]
+        self.numel = sum(self.sizes)
+        self.chunk = -(-self.numel // width)
+        self._spare: list[Tensor] = []
+        # reused in each step, because new pages cost as much as the copies into them
+        self.received: Tensor | None = None
+        self.result = torch.empty(0, dtype=torch.float32)
+
+    @property
+    def averaged(self) -> bool:
+        """True if the tensors are added, rather than the largest elements taken."""
+        return self.add is add_to_left
+
+    def take(self) -> Tensor:
+        """Return flat memory with undefined values."""
+        if self._spare:
+            return self._spare.pop()
+        flat = torch.empty(self.chunk * self.width, dtype=self.dtype)
+        flat[self.numel :].zero_()
+        return flat
+
+    def give(self, flat: Tensor) -> None:
+        """Return memory for reuse."""
+        self._spare.append(flat)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the tensors as views of flat memory."""
+        parts = flat[: self.numel].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def merge(self, left: Tensor, right: Tensor) -> Tensor:
+        """Add the second tensor to the first, and reuse the memory of the second."""
+        total = self.add(left, right)
+        self.give(right)
+        return total
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of a dtype are added: at least single precision."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return dtype
+
+
+def by_sum_dtype(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Yield each dtype of a sum, with the indices of the tensors added in it."""
+    sums = [_sum_dtype(dtype) for dtype in dtypes]
+    for found in dict.fromkeys(sums):
+        yield found, [index for index, dtype in enumerate(sums) if dtype == found]
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
+    """Return the mean on its parameter's device, with its strides and its gradient's dtype.
+
+    Strides that leave gaps are ignored. The result shares memory if nothing has to change.
+    """
+    strides, dtype = memory_strides(parameter) or mean.stride(), gradient_dtype(parameter)
+    if strides == mean.stride() and dtype == mean.dtype and parameter.device == mean.device:
+        return mean
+    own = torch.empty_strided(mean.shape, strides, dtype=dtype, device=parameter.device)
+    return own.copy_(mean)
+
+
+def add_to_left(left: Tensor, right: Tensor) -> Tensor:
+    """Write the sum to the left tensor, and return it."""
+    return left.add_(right)
+
+
+def larger_to_left(left: Tensor, right: Tensor) -> Tensor:
+    """Write the larger elements to the left tensor, and return it."""
+    return torch.maximum(left, right, out=left)
+
+
+def divide(flat: Tensor, count: float) -> Tensor:
+    """Divide in place, and return the tensor; zeros if the count is 0."""
+    if count == 1:
+        return flat
+    return flat.div_(count) if count else flat.zero_()
+
+
+def by_slice(flats: Sequence[Tensor], chunk: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Return flat tensors in the order in which an all_to_all sends their slices."""
+    if not flats:
+        return torch.empty(0, dtype=dtype)
+    return torch.stack([flat.view(size, chunk) for flat in flats], dim=1).view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor's bytes, which every backend can send."""
+    return tensor.view(torch.uint8)
+
+
+def splits(column: Column, received: Sequence[int], rank: int) -> tuple[Any, Any]:
+    """Return the numbers of bytes to receive from, and to send to, each member."""
+    width = column.dtype.itemsize
+    sent = received[rank] * width
+    return [count * width for count in received], [sent] * column.width
 
 
 class Contribution(NamedTuple):

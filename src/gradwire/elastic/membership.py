@@ -1,0 +1,568 @@
+"""Deadlines for sockets that PyTorch opened, and ends of waits that it cannot end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from gradwire._processes import is_alive, namespace, this_process
+from gradwire._version import __version__
+from gradwire.elastic.protocol import Arrival, Decision
+from gradwire.errors import ArgumentError, DistributedError, NotSupportedError
+
+
+def own_connection(store: Store, seconds: float) -> Store:
+    """Return a clone of the store whose requests have a deadline.
+
+    Without it, PyTorch waits for a store whose process hangs, or whose host is unreachable, until
+    the system closes the connection, possibly forever.
+    """
+    before = sockets()
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
+    port = _port_of(clone)
+    for fd, inode in sockets().items():
+        if before.get(fd) != inode and port in ports_of(fd):
+            with _duplicate(fd) as duplicate:
+                duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return clone
+
+
+def _port_of(store: Store) -> int:
+    """Return the port of a store's server; -1 for another kind of store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else -1
+
+
+def sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets by descriptor; empty without /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+@contextlib.contextmanager
+def _duplicate(fd: int) -> Iterator[socket.socket]:
+    """Open a duplicate of a socket, which another thread may close meanwhile."""
+    copy = os.dup(fd)
+    try:
+        blocks = os.get_blocking(copy)
+        duplicate = socket.socket(fileno=copy)
+        os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes it, for the original too
+    except OSError:  # reused for something else
+        os.close(copy)
+        raise
+    with duplicate:
+        yield duplicate
+
+
+def listening_port(fd: int) -> int:
+    """Return the port that a socket listens on; 0 if it does not listen or was closed."""
+    with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
+        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            return int(duplicate.getsockname()[1])
+    return 0
+
+
+def ports_of(fd: int) -> set[int]:
+    """Return the ports of both ends of a connection; empty for other sockets."""
+    with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
+    return set()
+
+
+def shut_down(connections: dict[int, int]) -> None:
+    """Shut connections down, unless their descriptors have been reused."""
+    now = sockets()
+    for fd, inode in connections.items():
+        if now.get(fd) == inode:
+            with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+
+STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
+MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
+LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""Variables that identify a launch: a restarted process has the same value."""
+
+
+def members_of_environment() -> int:
+    """Return the number of members that the launcher names; 1 if it names none.
+
+    Raises:
+        ArgumentError: The variable does not hold a positive number.
+    """
+    text = os.environ.get(MEMBERS_VARIABLE, "1")
+    if not text.isdecimal() or not int(text):
+        raise ArgumentError(
+            f"{MEMBERS_VARIABLE} is {text!r}: give the number of members, 1 or more"
+        )
+    return int(text)
+
+
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Return the host and the port of a text "host:port".
+
+    Args:
+        text: The text.
+        name: Name of the option or variable, for the error.
+
+    Raises:
+        ArgumentError: The text has another format.
+
+    Example:
+        >>> parse_address("10.0.0.1:29400", "--store")
+        ('10.0.0.1', 29400)
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ArgumentError(f"{name} is {text!r}: give host:port, such as 10.0.0.1:29400")
+    return host.strip("[]"), int(port)
+
+
+def store_of_environment(timeout: timedelta) -> Store:
+    """Connect to the store that the launcher names.
+
+    Raises:
+        ArgumentError: The launcher names no store, or the address cannot be parsed.
+        DistributedError: The store does not answer.
+    """
+    address = os.environ.get(STORE_VARIABLE)
+    if address is None:
+        raise ArgumentError(
+            f"store is None, and {STORE_VARIABLE} is not set: start with "
+            "`python -m gradwire.elastic --nproc-per-node N script.py`, or pass a store"
+        )
+    host, port = parse_address(address, STORE_VARIABLE)
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise DistributedError(
+            f"no store answers at {address} ({STORE_VARIABLE}): start it with `python -m "
+            f"gradwire.elastic --serve {address}` on its host, and keep it running ({error})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Process:
+    """Process of a member.
+
+    Args:
+        process: Identity of the process, from `this_process`.
+        listener: Name under which other members of its host connect to it.
+        network: Network namespace, which limits the reach of listeners' names.
+    """
+
+    process: str
+    listener: str
+    network: str
+
+    @staticmethod
+    def this(listener: str) -> Process:
+        """Return the calling process."""
+        return Process(this_process(), listener, namespace("net"))
+
+    @property
+    def host(self) -> str | None:
+        """Host of the process with its namespaces; None if unknown."""
+        host: str | None = json.loads(self.process)[0]
+        return host and f"{host} {self.network}"
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Signs of life that members have written.
+
+    Args:
+        beats: Last sign of life of each member.
+        left: Members that have left.
+        wanted: True if a member has arrived at the requested rendezvous.
+    """
+
+    beats: dict[int, bytes]
+    left: frozenset[int]
+    wanted: bool
+
+
+class Membership:
+    """View of one member on the keys of its run.
+
+    Args:
+        store: The store, to which an own connection is made.
+        seconds: Timeout of a request to the store.
+        name: Prefix of the run's keys, the same on all members.
+        listener: Name under which others of this host connect to this process; "" for none.
+
+    Raises:
+        NotSupportedError: This process is of another user than the other members on this host, or
+            has another version of PyTorch or gradwire.
+
+    Attributes:
+        number: Number of this member.
+        store: The store, with the prefix of the run.
+    """
+
+    def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
+        self._broken = ""
+        own = self._ask(own_connection, store, seconds)
+        self.store = PrefixStore(f"gradwire/elastic/{name}", own)
+        self._processes: dict[int, Process] = {}
+        self._decisions: dict[int, Decision] = {}
+        mine = Process.this(listener)
+        self._check_versions()
+        if listener:
+            self._check_user(mine.host)
+        self._is_stranger, self._name = self._came_as_stranger(), name
+        self.number = int(self._ask(self.store.add, "members", 1))
+        self._ask(self.store.set, f"left/{self.number}", "")
+        self._ask(self.store.set, f"beat/{self.number}", "0")
+        self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
+
+    def _check_user(self, host: str | None) -> None:
+        """Raise unless the members on this host, which share memory, are of one user."""
+        mine = str(os.getuid()).encode()
+        first = self._ask(self.store.compare_set, f"user/{host}", "", mine.decode())
+        if first != mine:
+            raise NotSupportedError(
+                f"this process runs as user {mine.decode()}, and the other members on this host as "
+                f"user {first.decode()}: start all as one user, or pass backend='gloo'"
+            )
+
+    def _check_versions(self) -> None:
+        """Raise unless this process has the first member's versions of PyTorch and gradwire.
+
+        Other versions may round or encode differently.
+        """
+        mine = f"torch {torch.__version__} and gradwire {__version__}"
+        first = self._ask(self.store.compare_set, "versions", "", mine).decode()
+        if first != mine:
+            raise NotSupportedError(
+                f"this process has {mine}, but the run was started with {first}: use the same "
+                "versions, or start a new run from a checkpoint"
+            )
+
+    def _came_as_stranger(self) -> bool:
+        """Return True if the run is done, and this launcher has started no member of it before."""
+        launch = next(filter(None, map(os.environ.get, LAUNCH_VARIABLES)), None)
+        key = f"launch/{launch}"
+        if not self.any_finished():
+            if launch:
+                self._ask(self.store.set, key, "")
+            return False
+        return launch is None or not self._ask(self.store.check, [key])
+
+    def process(self, number: int) -> Process | None:
+        """Return the process of a member; None if it died before it wrote it."""
+        found = self._processes.get(number)
+        if found is None and (text := self._get(f"member/{number}")) is not None:
+            found = self._processes[number] = Process(**json.loads(text))
+        return found
+
+    def forget_processes(self, but: Collection[int]) -> None:
+        """Forget the processes of all members except `but`."""
+        self._processes = {n: found for n, found in self._processes.items() if n in but}
+
+    def agree_on(self, settings: str) -> str:
+        """Return the settings of the first member that called this."""
+        return str(self._ask(self.store.compare_set, "settings", "", settings).decode())
+
+    def refuse(self, reason: str) -> None:
+        """Make all members of the first rendezvous raise an error."""
+        self._ask(self.store.compare_set, "refused", "", reason)
+
+    def refusal(self) -> str | None:
+        """Return the error that all members of the first rendezvous raise, or None."""
+        text = self._get("refused")
+        return None if text is None else text.decode()
+
+    # -- rendezvous ------------------------------------------------------------------------
+
+    def arrive(self, rendezvous: int, arrival: Arrival) -> None:
+        """Arrive at a rendezvous; once per member."""
+        slot = self._ask(self.store.add, f"rendezvous/{rendezvous}/count", 1)
+        text = json.dumps(arrival._asdict())
+        self._ask(self.store.set, f"rendezvous/{rendezvous}/{slot}", text)
+
+    def is_open(self, rendezvous: int) -> bool:
+        """Return True if a member has arrived at a rendezvous."""
+        return self._count(rendezvous) > 0
+
+    def _count(self, rendezvous: int) -> int:
+        """Return the number of arrivals, creating the key if it is missing."""
+        return int(self._ask(self.store.add, f"rendezvous/{rendezvous}/count", 0))
+
+    def arrivals(self, rendezvous: int) -> tuple[Arrival, ...]:
+        """Return the arrivals at a rendezvous so far."""
+        # a member that died between its two requests leaves an empty slot
+        texts = (
+            self._get(f"rendezvous/{rendezvous}/{slot}")
+            for slot in range(1, self._count(rendezvous) + 1)
+        )
+        found = [Arrival(**json.loads(text)) for text in texts if text is not None]
+        return tuple(sorted(found, key=lambda r: r.member))
+
+    def propose(self, decision: Decision) -> None:
+        """Write a decision, unless its rendezvous has one."""
+        key = f"decision/{decision.generation}"
+        self._ask(self.store.compare_set, key, "", json.dumps(decision._asdict()))
+        self._ask(self.store.set, "latest", str(decision.generation))
+
+    def decision(self, generation: int) -> Decision | None:
+        """Return the decision of a rendezvous; None if there is none yet."""
+        if generation not in self._decisions:
+            text = self._get(f"decision/{generation}")
+            if text is None:
+                return None
+            fields = json.loads(text)
+            for name in ("members", "holders", "former"):
+                fields[name] = tuple(fields[name])
+            self._decisions[generation] = Decision(**fields)
+            self._decisions.pop(generation - 4, None)
+        return self._decisions[generation]
+
+    def latest(self) -> int:
+        """Return the last generation that was decided; 0 before the first."""
+        generation = int(self._get("latest") or 0)
+        # a proposer may have died between its two requests
+        while self.decision(generation + 1) is not None:
+            generation += 1
+        return generation
+
+    # -- signs of life ---------------------------------------------------------------------
+
+    def beat(self, count: int) -> None:
+        """Write a sign of life."""
+        self._ask(self.store.set, f"beat/{self.number}", str(count))
+
+    def signs(self, numbers: Sequence[int], rendezvous: int | None = None) -> Signs:
+        """Return the signs of life of members, and whether a rendezvous has arrivals.
+
+        One request for all, because each request wakes two processes. All requested keys exist: the
+        members have arrived, and `is_open` was called for the rendezvous.
+        """
+        keys = [f"beat/{n}" for n in numbers] + [f"left/{n}" for n in numbers]
+        if rendezvous is not None:
+            keys.append(f"rendezvous/{rendezvous}/count")
+        found = dict(zip(keys, self._ask(self.store.multi_get, keys) if keys else (), strict=True))
+        return Signs(
+            {n: found[f"beat/{n}"] for n in numbers},
+            frozenset(n for n in numbers if found[f"left/{n}"]),
+            int(found.get(f"rendezvous/{rendezvous}/count", 0)) > 0,
+        )
+
+    def finish(self, generation: int) -> int:
+        """Report that this member has committed all steps.
+
+        Returns:
+            Generation of the first member that reported it.
+        """
+        first = int(self._ask(self.store.compare_set, "finished", "", str(generation)))
+        self.leave()
+        return first
+
+    def leave(self) -> None:
+        """Report that this member leaves the run."""
+        self._ask(self.store.set, f"left/{self.number}", "left")
+
+    def any_finished(self) -> bool:
+        """Return True if any member has committed all steps."""
+        return bool(self._ask(self.store.check, ["finished"]))
+
+    def why_over(self) -> tuple[str, int]:
+        """Return the message and the exit code for a process that comes after the run."""
+        if not self._is_stranger:
+            return (
+                "the run's members are done, and this process was not among them at the end: it "
+                "does not have the state; load the checkpoint that they saved",
+                0,
+            )
+        return (
+            f"the store has a run {self._name!r} that was done before this process came: nothing "
+            "was trained here; for another training, serve a new store or pass join(name=...)",
+            1,
+        )
+
+    def fail(self, reason: str) -> None:
+        """Make all members raise an error instead of repeating the step."""
+        self._ask(self.store.compare_set, "failed", "", reason)
+
+    def failure(self) -> str | None:
+        """Return the error that a member asked all to raise, or None."""
+        text = self._get("failed")
+        return None if text is None else text.decode()
+
+    def _get(self, key: str) -> bytes | None:
+        if not self._ask(self.store.check, [key]):
+            return None
+        return bytes(self._ask(self.store.get, key))
+
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
+        try:
+            if self._broken:  # a late answer would be taken for the answer to the next request
+                raise DistError(self._broken)
+            return request(*args)
+        except DistError as error:
+            self._broken = str(error)
+            raise DistributedError(
+                f"the store of the elastic run does not answer: {error}. Members can finish "
+                "without it unless one is lost, and none can join: start all again from the last "
+                "checkpoint, with a new store"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Members that take no part.
+
+    Args:
+        gone: All of them.
+        dead: Members that will not come back.
+        left: Members that reported that they left.
+    """
+
+    gone: frozenset[int]
+    dead: frozenset[int]
+    left: frozenset[int]
+
+
+class Monitor:
+    """Signs of life of this member and of others.
+
+    Args:
+        membership: Keys of the run in the store.
+        period: Seconds between two signs of life.
+        silence: Seconds without a sign of life after which a member counts as lost.
+
+    Attributes:
+        wanted: True if a member has arrived at the next rendezvous.
+        reason: Reason why the generation has to end; "" if it does not.
+    """
+
+    def __init__(self, membership: Membership, period: float, silence: float) -> None:
+        self._membership, self._period, self._silence = membership, period, silence
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._members: tuple[int, ...] = ()
+        self._abort: Callable[[], None] | None = None
+        self._moved_on: set[int] = set()  # members that had arrived at the next rendezvous
+        self._end = threading.Event()
+        self._looked = time.monotonic()
+        self.wanted, self.reason = False, ""
+        self._thread = threading.Thread(target=self._run, name="gradwire-elastic", daemon=True)
+        self._thread.start()
+
+    def watch(self, generation: int, members: Iterable[int], abort: Callable[[], None]) -> None:
+        """Call `abort` once if a member of the generation is lost or the generation has ended."""
+        with contextlib.suppress(DistributedError):  # the store may die at any time
+            self._membership.is_open(generation + 1)  # creates the key that `_look` reads
+        with self._lock:
+            self.wanted, self.reason = False, ""
+            self._generation, self._members, self._abort = generation, tuple(members), abort
+            self._seen = {n: seen for n, seen in self._seen.items() if n in self._members}
+            self._moved_on = set()
+
+    def ignore(self) -> None:
+        """Stop watching a generation."""
+        with self._lock:
+            self._generation, self._members, self._abort = 0, (), None
+
+    def absent(self, numbers: Iterable[int]) -> Absent:
+        """Return the members among `numbers` that are dead, silent or done."""
+        others = [n for n in numbers if n != self._membership.number]
+        return self._judge(self._membership.signs(others))
+
+    def _judge(self, signs: Signs) -> Absent:
+        dead = {n for n in signs.beats if self._is_dead(n)} | signs.left
+        with self._lock:
+            silent = self._silent({n: b for n, b in signs.beats.items() if n not in dead})
+        return Absent(frozenset(dead | silent), frozenset(dead), signs.left)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.ignore()
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * self._period + 1.0)
+
+    def _is_dead(self, number: int) -> bool:
+        process = self._membership.process(number)
+        return process is not None and not is_alive(process.process)
+
+    def _silent(self, beats: Mapping[int, bytes]) -> set[int]:
+        now = time.monotonic()
+        if now - self._looked > self._silence / 2:  # this process itself was suspended
+            self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
+        self._looked = now
+        for number, beat in beats.items():
+            if number not in self._seen or self._seen[number][0] != beat:
+                self._seen[number] = (beat, now)
+        return {n for n in beats if now - self._seen[n][1] > self._silence}
+
+    def _run(self) -> None:
+        count = 0
+        while not self._end.wait(self._period):
+            count += 1
+            try:
+                self._membership.beat(count)
+                self._look()
+            except DistributedError:
+                continue  # without the store nobody can join, but the generation continues
+
+    def _look(self) -> None:
+        with self._lock:
+            generation, members = self._generation, self._members
+        if not generation:
+            return
+        others = [n for n in members if n != self._membership.number]
+        signs = self._membership.signs(others, generation + 1)
+        with self._lock:
+            self.wanted = self.wanted or (signs.wanted and self._generation == generation)
+        if reason := self._reason_to_end(generation, others, signs):
+            with self._lock:
+                if self._generation != generation or self._abort is None:
+                    return
+                abort, self._abort, self.reason = self._abort, None, reason
+            abort()
+
+    def _reason_to_end(self, generation: int, others: Sequence[int], signs: Signs) -> str:
+        """Return why the generation has to end; "" if it does not."""
+        if signs.wanted:
+            if self._membership.decision(generation + 1) is not None:
+                return (
+                    f"generation {generation + 1} was decided while this member was in {generation}"
+                )
+            before = self._moved_on
+            arrived = {r.member for r in self._membership.arrivals(generation + 1)}
+            self._moved_on = arrived.intersection(others)
+            # a member that passed a barrier earlier than this one may be there for a moment
+            if moved_on := before & self._moved_on:
+                return f"members {sorted(moved_on)} have left the generation"
+        absent = self._judge(signs)
+        if lost := absent.gone - absent.left:
+            return f"members {sorted(lost)} died or gave no sign of life"
+        return ""
