@@ -22,7 +22,7 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.generations import GenerationGroup, _in_thread, form_gloo, make_wait
+from gradwire.elastic.generations import GenerationGroup, _in_thread, form_gloo, wait_for
 from gradwire.elastic.membership import listening_port
 from gradwire.errors import PeerLostError
 
@@ -66,13 +66,13 @@ def without_collection() -> Iterator[None]:
 def form(found: list[weakref.ref[Held]]) -> None:
     held = Held()
     found.append(weakref.ref(held))
-    _in_thread(lambda: fail(held), lambda: None, lambda: None)
+    _in_thread(lambda: fail(held), lambda: None, lambda: None, lambda late: None)
 
 
 def collective(found: list[weakref.ref[Held]]) -> None:
     held = Held()
     found.append(weakref.ref(held))
-    make_wait(lambda: None, 5.0)(FailingWork())
+    wait_for(FailingWork(), lambda: None, 5.0)
 
 
 def step(found: list[weakref.ref[Held]]) -> None:

@@ -24,7 +24,7 @@ from elastic import links
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import transfer
-from gradwire.elastic.generations import Forming
+from gradwire.elastic.generations import Groups
 from gradwire.elastic.member_steps import MemberSteps
 from gradwire.elastic.runtime import Runtime
 from gradwire.elastic.tree_sum import TreeSum
@@ -262,7 +262,7 @@ def _arm(job: Job) -> None:
         "reduce": (TreeSum, "reduce") if job.reproducible else (Runtime, "commit"),
         "commit": (Runtime, "commit"),
         "rendezvous": (Runtime, "_rendezvous"),
-        "form": (Forming, "form"),
+        "form": (Groups, "form"),
         "transfer": (Runtime, "_transfer"),
         "sent": (transfer, "exchange"),
         "apply": (MemberSteps, "_apply"),

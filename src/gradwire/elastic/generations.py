@@ -1,4 +1,9 @@
-"""Wait for collectives of a generation, and tell errors that mean a lost member from others."""
+"""Process group of each generation: formed, waited on, aborted and left.
+
+Groups are apart from torch's default group. On shm, members connect by the names of their
+listeners; on Gloo, through the store. A wait for a member that does not come is ended: on shm by a
+message, on Gloo by shutting down its connections, because Gloo itself waits until its timeout.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -51,49 +56,46 @@ from gradwire.shm import (
     report_absent,
 )
 
-Wait: TypeAlias = Callable[[Work], None]
+Result = TypeVar("Result")
+FORM_SECONDS = 10.0
+POLL_SECONDS = 0.01
+LACKING = (errno.ENOMEM, errno.ENOSPC)
 
-_LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
-_UNCLEAR = (DistError, HookError, DistributedError)
 
-
-def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
-    """Return a function that waits for a collective.
-
-    The function raises a DistributedError if the collective failed, whatever its backend raised.
+def wait_for(work: Work, poll: Callable[[], None], seconds: float) -> None:
+    """Wait for a collective; raise a DistributedError if it failed, whatever its backend raised.
 
     Args:
+        work: The collective.
         poll: Function called from time to time; raises if the generation has to end.
         seconds: Timeout of the group.
     """
-
-    def wait(work: Work) -> None:
-        error = wait_work(work, poll, on_cpu=True, seconds=seconds)
-        try:
-            if error is None:
-                return
-            poll()
-            if isinstance(error, DistributedError) or not is_transport(error):
-                raise error
-            raise PeerLostError(f"a member was lost: {error}") from error
-        finally:
-            # its traceback refers to this frame and those below, with the group: a cycle that only
-            # garbage collection would free
-            del error
-
-    return wait
+    error = wait_work(work, poll, on_cpu=True, seconds=seconds)
+    try:
+        if error is None:
+            return
+        poll()
+        if isinstance(error, DistributedError) or not is_transport(error):
+            raise error
+        raise PeerLostError(f"a member was lost: {error}") from error
+    finally:
+        # its traceback refers to this frame and those below, with the group: a cycle that only
+        # garbage collection would free
+        del error
 
 
 def means_a_loss(error: BaseException) -> bool:
     """Return True if the type of an error says that a member was lost."""
-    return isinstance(error, _LOSSES)
+    losses = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
+    return isinstance(error, losses)
 
 
 def may_mean_a_loss(error: BaseException) -> bool:
     """Return True if a lost member is one possible cause of an error."""
     if isinstance(error, RunOverError):  # raised by the last commit, when all members are done
         return False
-    return isinstance(error, _UNCLEAR) or type(error) is RuntimeError
+    unclear = (DistError, HookError, DistributedError)
+    return isinstance(error, unclear) or type(error) is RuntimeError
 
 
 def let_go(error: BaseException) -> None:
@@ -112,29 +114,8 @@ def let_go(error: BaseException) -> None:
             traceback.clear_frames(each.__traceback__)  # does not clear running frames
 
 
-FORM_SECONDS = 10.0
-POLL_SECONDS = 0.01
-LACKING = (errno.ENOMEM, errno.ENOSPC)
-Result = TypeVar("Result")
-Poll = Callable[[], None]
-"""Called while a group is formed; raises if a member is lost."""
-
-
-class _Gloo(NamedTuple):
-    """Gloo group, and the inodes of its sockets by descriptor."""
-
-    group: ProcessGroup
-    sockets: dict[int, int]
-
-
 class GenerationGroup:
-    """Process group, and the means to end the waits on it.
-
-    Args:
-        group: The process group.
-        store: Store through which reducers of the group communicate.
-        cut: Function that makes all operations of the group fail, on all its members.
-    """
+    """Process group, and a function that makes all its operations fail, on all members."""
 
     def __init__(self, group: ProcessGroup, store: Store, cut: Callable[[], None]) -> None:
         self.group: ProcessGroup | None = group
@@ -161,95 +142,142 @@ class GenerationGroup:
                 group.shutdown()
 
 
-def form_solo(timeout: timedelta, backend: str) -> GenerationGroup:
-    """Return a group of this process alone, for the time before its first generation."""
-    store = dist.HashStore()
-    if backend == "shm" and is_available():
-        return _wrap_shm({}, 0, 1, store, timeout, "solo")
-    group = _gloo(store, 0, 1, timeout, "solo")
-    return GenerationGroup(group, store, lambda: None)
-
-
-def form_shm(
-    listener: Listener,
-    names: Sequence[str],
-    rank: int,
-    generation: int,
-    store: Store,
-    timeout: timedelta,
-    poll: Poll,
-) -> GenerationGroup:
-    """Form a group in shared memory.
+class Groups:
+    """Forms the groups of one member.
 
     Args:
-        listener: Listener of this process.
-        names: Names of all members' listeners, in the order of their ranks.
-        rank: Rank of this member.
-        generation: Number of the generation, unique to the group.
-        store: Store through which reducers of the group communicate.
-        timeout: Timeout of each operation.
-        poll: Function called while waiting; raises if a member is lost.
+        backend: "shm", or "gloo" for all groups.
+        seconds: Timeout of a group's operations.
 
-    Raises:
-        DistributedError: A member is lost, or `poll` raised.
+    Attributes:
+        listener: Listener that members of this host connect to; None without shared memory.
     """
-    formed = _in_thread(
-        lambda: connect_by_name(listener, names, rank, generation, Deadline(FORM_SECONDS)),
-        poll,
-        lambda: report_absent(listener, names, generation, rank),
-    )
-    return _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {generation}")
 
+    def __init__(self, backend: str, seconds: float) -> None:
+        self._uses_shm = backend == "shm" and is_available()
+        self._timeout = timedelta(seconds=seconds)
+        self.listener = Listener() if self._uses_shm else None
+        # members that failed, and since when
+        self._unformed: tuple[frozenset[int], float] | None = None
+        _ALL.add(self)
 
-def _wrap_shm(
-    peers: dict[int, socket.socket],
-    rank: int,
-    size: int,
-    store: Store,
-    timeout: timedelta,
-    name: str,
-) -> GenerationGroup:
-    group = ShmProcessGroup(join(rank, peers, timeout.total_seconds()))
-    group.setGroupName(name)
-    return GenerationGroup(group, store, group.abort)
+    def close(self) -> None:
+        """Close the listener, whose name a forked child would otherwise keep alive."""
+        if self.listener is not None:
+            self.listener.close()
+
+    def solo(self) -> GenerationGroup:
+        """Return a group of this process alone, for the time before its first generation."""
+        store = dist.HashStore()
+        if self._uses_shm:
+            return self._over_shm({}, 0, 1, store, "solo")
+        return GenerationGroup(_gloo(store, 0, 1, self._timeout, "solo"), store, lambda: None)
+
+    def form(
+        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
+    ) -> GenerationGroup:
+        """Form the group of a generation.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
+                reason: the next rendezvous decides.
+            DistributedError: Forming has failed for so long that this member gives up.
+        """
+        try:
+            group = self._form(decision, rank, membership, monitor)
+        except DistributedError as error:
+            if means_a_loss(error):
+                self._give_up(decision, rank, error)
+            raise
+        self._unformed = None
+        return group
+
+    def _form(
+        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
+    ) -> GenerationGroup:
+        if len(decision.members) == 1:
+            return self.solo()
+        processes = [membership.process(number) for number in decision.members]
+        store, found = membership.store, [q for q in processes if q is not None]
+        if len(found) < len(processes):
+            raise PeerLostError("a member died before it wrote its process to the store")
+        generation, hosts = decision.generation, {q.host for q in found}
+
+        def poll() -> None:  # raises if the group will not be formed
+            if membership.decision(generation + 1) is not None:
+                raise PeerLostError(f"generation {generation} has ended")
+            arrived = {r.member for r in membership.arrivals(generation + 1)}
+            if gave_up := arrived.intersection(decision.members):  # newcomers can wait
+                raise PeerLostError(f"members {sorted(gave_up)} have left the generation")
+            if gone := monitor.absent(decision.members).gone:
+                raise PeerLostError(f"members {sorted(gone)} are gone")
+
+        def release(late: dict[int, socket.socket]) -> None:
+            for connection in late.values():
+                connection.close()
+
+        listener, names = self.listener, [q.listener for q in found]
+        if listener is None or len(hosts) > 1 or None in hosts or not all(names):
+            return form_gloo(rank, len(found), generation, store, self._timeout, poll)
+        connections = _in_thread(
+            lambda: connect_by_name(listener, names, rank, generation, Deadline(FORM_SECONDS)),
+            poll,
+            lambda: report_absent(listener, names, generation, rank),
+            release,
+        )
+        return self._over_shm(connections, rank, len(names), store, f"elastic {generation}")
+
+    def _over_shm(
+        self, peers: dict[int, socket.socket], rank: int, size: int, store: Store, name: str
+    ) -> GenerationGroup:
+        group = ShmProcessGroup(join(rank, peers, self._timeout.total_seconds()))
+        group.setGroupName(name)
+        return GenerationGroup(group, store, group.abort)
+
+    def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
+        """Raise if these members could not form a group for long; the last rank raises first.
+
+        The faulty member cannot be known, but one member fewer may succeed.
+        """
+        members, now = frozenset(decision.members), time.monotonic()
+        if self._unformed is None or self._unformed[0] != members:
+            self._unformed = members, now
+        patience = self._timeout.total_seconds() * (len(members) - rank)
+        if now - self._unformed[1] > patience:
+            raise DistributedError(
+                f"no group could be formed within {patience:g} s: {error}"
+            ) from error
 
 
 def form_gloo(
-    rank: int, size: int, generation: int, store: Store, timeout: timedelta, poll: Poll
+    rank: int,
+    size: int,
+    generation: int,
+    store: Store,
+    timeout: timedelta,
+    poll: Callable[[], None],
 ) -> GenerationGroup:
-    """Form a group over Gloo; arguments as for `form_shm`.
-
-    Raises:
-        DistributedError: A member is lost, or `poll` raised.
-    """
+    """Form a group over Gloo. `poll` is called while waiting; it raises if a member is lost."""
     name = f"elastic {generation}"
     # own connection: Gloo's blocking requests would block the shared client
     own = PrefixStore(name, own_connection(store, FORM_SECONDS))
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
-    _meet(own, rank, size, poll)
-    before = sockets()
-
-    def form() -> _Gloo:
-        group = _gloo(own, rank, size, timeout, name)
-        return _Gloo(group, _gloo_sockets(before, own, rank, size))
-
-    formed = _in_thread(form, poll, lambda: None)
-    connections = formed.sockets
-    return GenerationGroup(formed.group, PrefixStore(name, store), lambda: shut_down(connections))
-
-
-def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
-    """Wait until all members are about to form the group.
-
-    Gloo's own wait cannot be ended.
-    """
-    store.set(f"here/{rank}", "")
+    # all members are about to form the group before Gloo waits, because nothing ends its wait
+    own.set(f"here/{rank}", "")
     deadline = Deadline(FORM_SECONDS)
-    while not store.check([f"here/{other}" for other in range(size)]):
+    while not own.check([f"here/{other}" for other in range(size)]):
         poll()
         if deadline.over():
             raise CollectiveTimeoutError(f"not all members came within {FORM_SECONDS:g} s")
         time.sleep(POLL_SECONDS / 4)
+    before = sockets()
+
+    def form() -> tuple[ProcessGroup, dict[int, int]]:
+        group = _gloo(own, rank, size, timeout, name)
+        return group, _gloo_sockets(before, own, rank, size)
+
+    group, connections = _in_thread(form, poll, lambda: None, lambda late: shut_down(late[1]))
+    return GenerationGroup(group, PrefixStore(name, store), lambda: shut_down(connections))
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
@@ -269,8 +297,21 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
     return group
 
 
-def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) -> Result:
-    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises."""
+def _in_thread(
+    form: Callable[[], Result],
+    poll: Callable[[], None],
+    end: Callable[[], None],
+    release: Callable[[Result], object],
+) -> Result:
+    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises.
+
+    A result that comes too late goes to `release`.
+    """
+
+    def close(late: Future[Result]) -> None:
+        if late.exception() is None:
+            release(late.result())
+
     future: Future[Result] = Future()
     threading.Thread(
         target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
@@ -283,7 +324,7 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
             if deadline.over():
                 raise CollectiveTimeoutError(f"not all members connected within {FORM_SECONDS:g} s")
     except BaseException:
-        future.add_done_callback(_close)
+        future.add_done_callback(close)
         end()
         raise
     try:
@@ -325,18 +366,6 @@ def _run(future: Future[Result], form: Callable[[], Result]) -> None:
         del future  # as above
 
 
-def _close(future: Future[Any]) -> None:
-    """Release a group that was formed too late."""
-    if future.exception() is not None:
-        return
-    value = future.result()
-    if isinstance(value, dict):
-        for connection in value.values():
-            connection.close()
-    elif isinstance(value, _Gloo):
-        shut_down(value.sockets)
-
-
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
     """Return the connections of a group that was just formed.
 
@@ -351,113 +380,12 @@ def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) ->
     return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}
 
 
-def make_listener(backend: str) -> Listener | None:
-    """Return the listener that members of this host connect to; None without shared memory."""
-    return Listener() if backend == "shm" and is_available() else None
+_ALL: WeakSet[Groups] = WeakSet()
 
 
-class Forming:
-    """Forms groups for one member.
-
-    Args:
-        membership: Keys of the run in the store.
-        monitor: Signs of life.
-        listener: Listener that other members of this host connect to; `close` closes it.
-        backend: "shm", or "gloo" for all groups.
-        timeout: Timeout of a group's operations in seconds.
-    """
-
-    def __init__(
-        self,
-        membership: Membership,
-        monitor: Monitor,
-        listener: Listener | None,
-        backend: str,
-        timeout: float,
-    ) -> None:
-        self._membership, self._monitor, self._listener = membership, monitor, listener
-        self._backend, self._timeout = backend, timedelta(seconds=timeout)
-        # members that failed, and since when
-        self._unformed: tuple[frozenset[int], float] | None = None
-        _ALL.add(self)
-
-    def solo(self) -> GenerationGroup:
-        """Return a group of this process alone."""
-        return form_solo(self._timeout, self._backend)
-
-    def form(self, decision: Decision, rank: int) -> GenerationGroup:
-        """Form the group of a generation.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
-                reason: the next rendezvous decides.
-            DistributedError: Forming has failed for so long that this member gives up.
-        """
-        try:
-            group = self._form(decision, rank)
-        except DistributedError as error:
-            if means_a_loss(error):
-                self._give_up(decision, rank, error)
-            raise
-        self._unformed = None
-        return group
-
-    def close(self) -> None:
-        """Close the listener, whose name a forked child would otherwise keep alive."""
-        if self._listener is not None:
-            self._listener.close()
-
-    def _form(self, decision: Decision, rank: int) -> GenerationGroup:
-        if len(decision.members) == 1:
-            return self.solo()
-        processes = [self._membership.process(number) for number in decision.members]
-        store, found = self._membership.store, [q for q in processes if q is not None]
-        if len(found) < len(processes):
-            raise PeerLostError("a member died before it wrote its process to the store")
-
-        def poll() -> None:
-            self._check(decision)
-
-        generation, hosts = decision.generation, {q.host for q in found}
-        if self._listener is not None and len(hosts) == 1 and None not in hosts:
-            names = [q.listener for q in found]
-            if all(names):
-                return form_shm(self._listener, names, rank, generation, store, self._timeout, poll)
-        return form_gloo(rank, len(found), generation, store, self._timeout, poll)
-
-    def _check(self, decision: Decision) -> None:
-        """Raise if the group of the generation will not be formed."""
-        after = decision.generation + 1
-        if self._membership.decision(after) is not None:
-            raise PeerLostError(f"generation {decision.generation} has ended")
-        arrived = {r.member for r in self._membership.arrivals(after)}
-        if gave_up := arrived.intersection(decision.members):  # newcomers can wait
-            raise PeerLostError(f"members {sorted(gave_up)} have left the generation")
-        if gone := self._monitor.absent(decision.members).gone:
-            raise PeerLostError(f"members {sorted(gone)} are gone")
-
-    def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
-        """Raise if these members could not form a group for long; the last rank raises first.
-
-        The faulty member cannot be known, but one member fewer may succeed.
-        """
-        members, now = frozenset(decision.members), time.monotonic()
-        if self._unformed is None or self._unformed[0] != members:
-            self._unformed = members, now
-        patience = self._timeout.total_seconds() * (len(members) - rank)
-        if now - self._unformed[1] > patience:
-            raise DistributedError(
-                f"no group could be formed within {patience:g} s: {error}"
-            ) from error
+def _close_in_child() -> None:
+    for groups in list(_ALL):
+        groups.close()
 
 
-_ALL: WeakSet[Forming] = WeakSet()
-
-
-def _in_child() -> None:
-    for forming in list(_ALL):
-        forming.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -22,13 +22,11 @@ from gradwire._groups import mark_temporary
 from gradwire.elastic import checkpoint
 from gradwire.elastic.kept import Stepper
 from gradwire.elastic.member_steps import MemberSteps, Settings
-from gradwire.elastic.membership import members_of_environment, store_of_environment
-from gradwire.elastic.runtime import Options, Runtime
+from gradwire.elastic.membership import BEAT_SECONDS, members_of_environment, store_of_environment
+from gradwire.elastic.runtime import Runtime
 from gradwire.elastic.shards import Samples, Shard, check_shards
 from gradwire.elastic.supervisor import end_with_reports, report
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
-
-HEARTBEAT = timedelta(seconds=0.1)
 
 
 def join(
@@ -98,21 +96,20 @@ def join(
     for argument, value in (("timeout", timeout), ("silence", silence)):
         if not isinstance(value, timedelta) or value <= timedelta(0):
             raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
-    if silence < 3 * HEARTBEAT:
-        raise ArgumentError(f"silence is {silence}: pass at least 3 signs of life, {3 * HEARTBEAT}")
+    if silence.total_seconds() < 3 * BEAT_SECONDS:
+        raise ArgumentError(f"silence is {silence}: pass at least {3 * BEAT_SECONDS:g} s")
     if check_replicas < 0:
         raise ArgumentError(f"check_replicas is {check_replicas}: pass a number of steps, or 0")
     if members is None:
         members = members_of_environment()
-    options = Options(
-        members,
-        backend,
-        timeout.total_seconds(),
-        HEARTBEAT.total_seconds(),
-        silence.total_seconds(),
+    runtime = Runtime(
+        store_of_environment(timeout) if store is None else store,
+        name,
+        expect=members,
+        backend=backend,
+        timeout=timeout.total_seconds(),
+        silence=silence.total_seconds(),
     )
-    chosen = store_of_environment(timeout) if store is None else store
-    runtime = Runtime(chosen, name, options)
     settings = Settings(check_shards(shards), reproducible, seed, nan_guard, check_replicas)
     run = Run(runtime, settings)
     report(finished=False, member=run.number)  # a previous run of this process may have finished

@@ -1,4 +1,11 @@
-"""Deadlines for sockets that PyTorch opened, and ends of waits that it cannot end."""
+"""Store of a run: its keys, signs of life, and the environment variables that name it.
+
+No member hosts the store. No request blocks: missing keys are polled, and sockets that PyTorch
+opened get deadlines. One thread per member writes its sign of life and reads those of the others.
+When a member of the generation is dead or silent or has left it, or the next generation was decided
+without this member, the thread aborts the group, so that the main thread does not wait longer. A
+connection that was lost on one end only does not tell the other end.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,9 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,20 +41,16 @@ def own_connection(store: Store, seconds: float) -> Store:
     clone: Store = store.clone()  # type: ignore[attr-defined]
     whole = int(seconds)
     limit = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
-    port = _port_of(clone)
+    served = clone
+    while isinstance(served, PrefixStore):
+        served = served.underlying_store
+    port = served.port if isinstance(served, TCPStore) else -1
     for fd, inode in sockets().items():
         if before.get(fd) != inode and port in ports_of(fd):
             with _duplicate(fd) as duplicate:
                 duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     return clone
-
-
-def _port_of(store: Store) -> int:
-    """Return the port of a store's server; -1 for another kind of store."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else -1
 
 
 def sockets() -> dict[int, int]:
@@ -104,6 +106,7 @@ def shut_down(connections: dict[int, int]) -> None:
                 duplicate.shutdown(socket.SHUT_RDWR)
 
 
+BEAT_SECONDS = 0.1
 STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
 MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
 LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -167,8 +170,7 @@ def store_of_environment(timeout: timedelta) -> Store:
         ) from error
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """Process of a member.
 
     Args:
@@ -181,11 +183,6 @@ class Process:
     listener: str
     network: str
 
-    @staticmethod
-    def this(listener: str) -> Process:
-        """Return the calling process."""
-        return Process(this_process(), listener, namespace("net"))
-
     @property
     def host(self) -> str | None:
         """Host of the process with its namespaces; None if unknown."""
@@ -193,8 +190,7 @@ class Process:
         return host and f"{host} {self.network}"
 
 
-@dataclass(frozen=True)
-class Signs:
+class Signs(NamedTuple):
     """Signs of life that members have written.
 
     Args:
@@ -232,7 +228,7 @@ class Membership:
         self.store = PrefixStore(f"gradwire/elastic/{name}", own)
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
-        mine = Process.this(listener)
+        mine = Process(this_process(), listener, namespace("net"))
         self._check_versions()
         if listener:
             self._check_user(mine.host)
@@ -240,16 +236,16 @@ class Membership:
         self.number = int(self._ask(self.store.add, "members", 1))
         self._ask(self.store.set, f"left/{self.number}", "")
         self._ask(self.store.set, f"beat/{self.number}", "0")
-        self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
+        self._ask(self.store.set, f"member/{self.number}", json.dumps(mine._asdict()))
 
     def _check_user(self, host: str | None) -> None:
         """Raise unless the members on this host, which share memory, are of one user."""
-        mine = str(os.getuid()).encode()
-        first = self._ask(self.store.compare_set, f"user/{host}", "", mine.decode())
+        mine = str(os.getuid())
+        first = self.first(f"user/{host}", mine)
         if first != mine:
             raise NotSupportedError(
-                f"this process runs as user {mine.decode()}, and the other members on this host as "
-                f"user {first.decode()}: start all as one user, or pass backend='gloo'"
+                f"this process runs as user {mine}, and the other members on this host as user "
+                f"{first}: start all as one user, or pass backend='gloo'"
             )
 
     def _check_versions(self) -> None:
@@ -258,7 +254,7 @@ class Membership:
         Other versions may round or encode differently.
         """
         mine = f"torch {torch.__version__} and gradwire {__version__}"
-        first = self._ask(self.store.compare_set, "versions", "", mine).decode()
+        first = self.first("versions", mine)
         if first != mine:
             raise NotSupportedError(
                 f"this process has {mine}, but the run was started with {first}: use the same "
@@ -273,31 +269,25 @@ class Membership:
             if launch:
                 self._ask(self.store.set, key, "")
             return False
-        return launch is None or not self._ask(self.store.check, [key])
+        return launch is None or not self._has(key)
 
     def process(self, number: int) -> Process | None:
         """Return the process of a member; None if it died before it wrote it."""
         found = self._processes.get(number)
-        if found is None and (text := self._get(f"member/{number}")) is not None:
+        if found is None and (text := self.get(f"member/{number}")) is not None:
             found = self._processes[number] = Process(**json.loads(text))
         return found
 
-    def forget_processes(self, but: Collection[int]) -> None:
-        """Forget the processes of all members except `but`."""
-        self._processes = {n: found for n, found in self._processes.items() if n in but}
+    def first(self, key: str, value: str) -> str:
+        """Write a value unless the key has one; return the one that it has."""
+        return str(self._ask(self.store.compare_set, key, "", value).decode())
 
-    def agree_on(self, settings: str) -> str:
-        """Return the settings of the first member that called this."""
-        return str(self._ask(self.store.compare_set, "settings", "", settings).decode())
+    def get(self, key: str) -> bytes | None:
+        """Return the value of a key, or None."""
+        return bytes(self._ask(self.store.get, key)) if self._has(key) else None
 
-    def refuse(self, reason: str) -> None:
-        """Make all members of the first rendezvous raise an error."""
-        self._ask(self.store.compare_set, "refused", "", reason)
-
-    def refusal(self) -> str | None:
-        """Return the error that all members of the first rendezvous raise, or None."""
-        text = self._get("refused")
-        return None if text is None else text.decode()
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(self.store.check, [key]))
 
     # -- rendezvous ------------------------------------------------------------------------
 
@@ -307,11 +297,7 @@ class Membership:
         text = json.dumps(arrival._asdict())
         self._ask(self.store.set, f"rendezvous/{rendezvous}/{slot}", text)
 
-    def is_open(self, rendezvous: int) -> bool:
-        """Return True if a member has arrived at a rendezvous."""
-        return self._count(rendezvous) > 0
-
-    def _count(self, rendezvous: int) -> int:
+    def count(self, rendezvous: int) -> int:
         """Return the number of arrivals, creating the key if it is missing."""
         return int(self._ask(self.store.add, f"rendezvous/{rendezvous}/count", 0))
 
@@ -319,22 +305,21 @@ class Membership:
         """Return the arrivals at a rendezvous so far."""
         # a member that died between its two requests leaves an empty slot
         texts = (
-            self._get(f"rendezvous/{rendezvous}/{slot}")
-            for slot in range(1, self._count(rendezvous) + 1)
+            self.get(f"rendezvous/{rendezvous}/{slot}")
+            for slot in range(1, self.count(rendezvous) + 1)
         )
         found = [Arrival(**json.loads(text)) for text in texts if text is not None]
         return tuple(sorted(found, key=lambda r: r.member))
 
     def propose(self, decision: Decision) -> None:
         """Write a decision, unless its rendezvous has one."""
-        key = f"decision/{decision.generation}"
-        self._ask(self.store.compare_set, key, "", json.dumps(decision._asdict()))
+        self.first(f"decision/{decision.generation}", json.dumps(decision._asdict()))
         self._ask(self.store.set, "latest", str(decision.generation))
 
     def decision(self, generation: int) -> Decision | None:
         """Return the decision of a rendezvous; None if there is none yet."""
         if generation not in self._decisions:
-            text = self._get(f"decision/{generation}")
+            text = self.get(f"decision/{generation}")
             if text is None:
                 return None
             fields = json.loads(text)
@@ -344,9 +329,15 @@ class Membership:
             self._decisions.pop(generation - 4, None)
         return self._decisions[generation]
 
+    def source_of(self, generation: int) -> int:
+        """Return the generation that the state of a decided one is from."""
+        decision = self.decision(generation)
+        assert decision is not None
+        return decision.source
+
     def latest(self) -> int:
         """Return the last generation that was decided; 0 before the first."""
-        generation = int(self._get("latest") or 0)
+        generation = int(self.get("latest") or 0)
         # a proposer may have died between its two requests
         while self.decision(generation + 1) is not None:
             generation += 1
@@ -362,7 +353,7 @@ class Membership:
         """Return the signs of life of members, and whether a rendezvous has arrivals.
 
         One request for all, because each request wakes two processes. All requested keys exist: the
-        members have arrived, and `is_open` was called for the rendezvous.
+        members have arrived, and `count` was called for the rendezvous.
         """
         keys = [f"beat/{n}" for n in numbers] + [f"left/{n}" for n in numbers]
         if rendezvous is not None:
@@ -380,9 +371,9 @@ class Membership:
         Returns:
             Generation of the first member that reported it.
         """
-        first = int(self._ask(self.store.compare_set, "finished", "", str(generation)))
+        first = self.first("finished", str(generation))
         self.leave()
-        return first
+        return int(first)
 
     def leave(self) -> None:
         """Report that this member leaves the run."""
@@ -390,7 +381,7 @@ class Membership:
 
     def any_finished(self) -> bool:
         """Return True if any member has committed all steps."""
-        return bool(self._ask(self.store.check, ["finished"]))
+        return self._has("finished")
 
     def why_over(self) -> tuple[str, int]:
         """Return the message and the exit code for a process that comes after the run."""
@@ -406,20 +397,6 @@ class Membership:
             1,
         )
 
-    def fail(self, reason: str) -> None:
-        """Make all members raise an error instead of repeating the step."""
-        self._ask(self.store.compare_set, "failed", "", reason)
-
-    def failure(self) -> str | None:
-        """Return the error that a member asked all to raise, or None."""
-        text = self._get("failed")
-        return None if text is None else text.decode()
-
-    def _get(self, key: str) -> bytes | None:
-        if not self._ask(self.store.check, [key]):
-            return None
-        return bytes(self._ask(self.store.get, key))
-
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         try:
             if self._broken:  # a late answer would be taken for the answer to the next request
@@ -434,8 +411,7 @@ class Membership:
             ) from error
 
 
-@dataclass(frozen=True)
-class Absent:
+class Absent(NamedTuple):
     """Members that take no part.
 
     Args:
@@ -454,7 +430,6 @@ class Monitor:
 
     Args:
         membership: Keys of the run in the store.
-        period: Seconds between two signs of life.
         silence: Seconds without a sign of life after which a member counts as lost.
 
     Attributes:
@@ -462,8 +437,8 @@ class Monitor:
         reason: Reason why the generation has to end; "" if it does not.
     """
 
-    def __init__(self, membership: Membership, period: float, silence: float) -> None:
-        self._membership, self._period, self._silence = membership, period, silence
+    def __init__(self, membership: Membership, silence: float) -> None:
+        self._membership, self._silence = membership, silence
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
         self._generation = 0
@@ -479,7 +454,7 @@ class Monitor:
     def watch(self, generation: int, members: Iterable[int], abort: Callable[[], None]) -> None:
         """Call `abort` once if a member of the generation is lost or the generation has ended."""
         with contextlib.suppress(DistributedError):  # the store may die at any time
-            self._membership.is_open(generation + 1)  # creates the key that `_look` reads
+            self._membership.count(generation + 1)  # creates the key that `_look` reads
         with self._lock:
             self.wanted, self.reason = False, ""
             self._generation, self._members, self._abort = generation, tuple(members), abort
@@ -497,35 +472,29 @@ class Monitor:
         return self._judge(self._membership.signs(others))
 
     def _judge(self, signs: Signs) -> Absent:
-        dead = {n for n in signs.beats if self._is_dead(n)} | signs.left
+        processes = {n: self._membership.process(n) for n in signs.beats}
+        dead = signs.left | {n for n, q in processes.items() if q and not is_alive(q.process)}
         with self._lock:
-            silent = self._silent({n: b for n, b in signs.beats.items() if n not in dead})
-        return Absent(frozenset(dead | silent), frozenset(dead), signs.left)
+            now = time.monotonic()
+            if now - self._looked > self._silence / 2:  # this process itself was suspended
+                self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
+            self._looked = now
+            for number, beat in signs.beats.items():
+                if number not in self._seen or self._seen[number][0] != beat:
+                    self._seen[number] = (beat, now)
+            silent = {n for n in signs.beats if now - self._seen[n][1] > self._silence}
+        return Absent(dead | silent, dead, signs.left)
 
     def close(self) -> None:
         """End the thread."""
         self.ignore()
         self._end.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * self._period + 1.0)
-
-    def _is_dead(self, number: int) -> bool:
-        process = self._membership.process(number)
-        return process is not None and not is_alive(process.process)
-
-    def _silent(self, beats: Mapping[int, bytes]) -> set[int]:
-        now = time.monotonic()
-        if now - self._looked > self._silence / 2:  # this process itself was suspended
-            self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
-        self._looked = now
-        for number, beat in beats.items():
-            if number not in self._seen or self._seen[number][0] != beat:
-                self._seen[number] = (beat, now)
-        return {n for n in beats if now - self._seen[n][1] > self._silence}
+            self._thread.join(2 * BEAT_SECONDS + 1.0)
 
     def _run(self) -> None:
         count = 0
-        while not self._end.wait(self._period):
+        while not self._end.wait(BEAT_SECONDS):
             count += 1
             try:
                 self._membership.beat(count)

@@ -6,20 +6,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp, Store
+from torch.distributed import AllreduceOptions, ReduceOp, Store, Work
 
 from gradwire.elastic import protocol as p
-from gradwire.elastic.generations import (
-    Forming,
-    GenerationGroup,
-    Wait,
-    make_listener,
-    make_wait,
-    means_a_loss,
-)
+from gradwire.elastic.generations import GenerationGroup, Groups, means_a_loss, wait_for
 from gradwire.elastic.membership import Membership, Monitor
 from gradwire.elastic.supervisor import report
 from gradwire.errors import (
@@ -36,56 +28,51 @@ MAX_ATTEMPTS = 4
 """Number of generations in a row that may begin with the same members and the same step."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Backend and deadlines of a run, as passed to `join`."""
-
-    expect: int
-    backend: str
-    timeout: float
-    heartbeat: float
-    silence: float
-
-
 class Runtime:
     """Protocol state, store and group of one member.
 
     Args:
         store: The store.
         name: Name of the run.
-        options: Backend and deadlines.
+        expect: Number of members that the first generation waits for.
+        backend: "shm" or "gloo".
+        timeout: Seconds that a collective, and a member that is alive but does not come, may take.
+        silence: Seconds without a sign of life after which a member counts as lost.
 
     Attributes:
         member: Protocol state of the member.
         group: Group of its generation, or a group of this process alone.
         monitor: Signs of life.
         membership: Keys of the run in the store.
-        wait: Function that waits for a collective of the group.
         on_commit: Called to step the optimizers.
         on_group: Called with each new group, before anything is sent on it.
         on_done: Called when all steps are committed; the group is of this process alone then.
         on_transfer: Called to send (True) or receive (False) the state.
     """
 
-    def __init__(self, store: Store, name: str, options: Options) -> None:
-        self._options = options
-        listener = make_listener(options.backend)
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        expect: int,
+        backend: str,
+        timeout: float,
+        silence: float,
+    ) -> None:
+        self._expect, self._timeout = expect, timeout
+        self._groups = Groups(backend, timeout)
+        listener = self._groups.listener
         try:
-            of_listener = "" if listener is None else listener.name
-            self.membership = Membership(store, options.timeout, name, of_listener)
+            self.membership = Membership(store, timeout, name, listener.name if listener else "")
         except BaseException:
-            if listener is not None:
-                listener.close()
+            self._groups.close()
             raise
-        self.monitor = Monitor(self.membership, options.heartbeat, options.silence)
-        self._forming = Forming(
-            self.membership, self.monitor, listener, options.backend, options.timeout
-        )
+        self.monitor = Monitor(self.membership, silence)
         self.member = p.Member(self.membership.number, 0)
         self._failed = False
         self._attempts, self._last_loss = 1, ""
-        self.group: GenerationGroup = self._forming.solo()
-        self.wait: Wait = make_wait(self._check, options.timeout)
+        self.group: GenerationGroup = self._groups.solo()
         self.on_commit: Callable[[], None] = lambda: None
         self.on_group: Callable[[], None] = lambda: None
         self.on_done: Callable[[], None] = lambda: None
@@ -109,7 +96,7 @@ class Runtime:
         Before the first generation, the error is raised on all members.
         """
         text = json.dumps(mine, default=str)  # NumPy's numbers, too
-        mine, first = json.loads(text), json.loads(self.membership.agree_on(text))
+        mine, first = json.loads(text), json.loads(self.membership.first("settings", text))
         differing = [name for name in mine if mine[name] != first.get(name)]
         if not differing:
             return
@@ -120,7 +107,7 @@ class Runtime:
             [first.get(name), mine[name]],
         )
         if self.membership.latest() == 0:  # a newcomer must not end the run of the others
-            self.membership.refuse(str(error))
+            self.membership.first("refused", str(error))
         raise error
 
     def advance(self) -> bool:
@@ -132,13 +119,8 @@ class Runtime:
             MismatchError: A member of the first generation has other settings.
             DistributedError: The same members lost the same step several times in a row.
         """
-        act = {
-            p.Phase.ARRIVED: self._rendezvous,
-            p.Phase.FORMING: self._form,
-            p.Phase.TRANSFER: self._transfer,
-        }
-        while self.member.phase in act:
-            act[self.member.phase]()
+        while self.member.phase is p.Phase.ARRIVED:
+            self._rendezvous()
         return self.member.phase is p.Phase.REDUCING
 
     def any(self, flag: bool) -> bool:
@@ -157,6 +139,10 @@ class Runtime:
             raise
         self.wait(work)
         return bool(flags)
+
+    def wait(self, work: Work) -> None:
+        """Wait for a collective of the group; raise a DistributedError if it failed."""
+        wait_for(work, self._check, self._timeout)
 
     def commit(self, *, stop: bool) -> None:
         """Enter the barrier with complete gradients, and commit.
@@ -190,11 +176,11 @@ class Runtime:
     def end_all(self, error: BaseException) -> None:
         """Make all members raise an error instead of repeating the step."""
         with contextlib.suppress(DistributedError):  # the store may be gone
-            self.membership.fail(str(error))
+            self.membership.first("failed", str(error))
 
     def stop(self) -> None:
         """Leave the run, keeping a group of this process alone."""
-        self._forming.close()
+        self._groups.close()
         self.monitor.close()
         if self.member.phase is not p.Phase.DONE:
             with contextlib.suppress(DistributedError):  # the store may be gone
@@ -236,7 +222,7 @@ class Runtime:
             return False
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self.monitor.reason or self.membership.is_open(decision.generation + 1):
+            if self.monitor.reason or self.membership.count(decision.generation + 1):
                 return True
             if self.monitor.absent(decision.members).gone:
                 return True
@@ -248,36 +234,35 @@ class Runtime:
     def _handle(self, event: p.Event) -> None:
         self.member, effects = p.transition(self.member, event)
         for effect in effects:
-            self._execute(effect)
+            match effect:
+                case p.Arrive(number, arrival):
+                    self.membership.arrive(number, arrival)
+                case p.Propose(decision):
+                    self.membership.propose(decision)
+                case p.Commit():
+                    self.on_commit()
+                case p.Leave():
+                    self.monitor.ignore()
+                    self.group.leave(failed=self._failed)
+                    self._failed = False
+                case p.Form(decision):
+                    self._form(decision)
+                case p.Transfer(decision):
+                    self._transfer(decision)
+                case p.Finish():
+                    self._finish(self.member.held)
+                case p.Reduce() | p.Barrier():
+                    pass  # the training loop continues
 
-    def _execute(self, effect: p.Effect) -> None:
-        match effect:
-            case p.Arrive(number, arrival):
-                self.membership.arrive(number, arrival)
-            case p.Propose(decision):
-                self.membership.propose(decision)
-            case p.Commit():
-                self.on_commit()
-            case p.Leave():
-                self.monitor.ignore()
-                self.group.leave(failed=self._failed)
-                self._failed = False
-            case p.Finish():
-                self._finish()
-            case _:
-                pass  # `advance` or the training loop continues
-
-    def _finish(self) -> None:
+    def _finish(self, generation: int) -> None:
         """Report that all steps are committed.
 
         Raises:
             RunOverError: The run has another result, of members that took this one for dead.
         """
-        decision = self.member.decision
-        assert decision is not None
         try:
-            first = self.membership.finish(decision.generation)
-            same = p.same_lineage(decision.generation, first, self._source_of)
+            first = self.membership.finish(generation)
+            same = p.same_lineage(generation, first, self.membership.source_of)
         except DistributedError:
             same = True  # the store is gone, but all steps are committed
         report(finished=same)
@@ -288,13 +273,8 @@ class Runtime:
                 "its state is not that of the run; load the checkpoint that they saved"
             )
         self.group.leave(failed=False)
-        self.group = self._forming.solo()
+        self.group = self._groups.solo()
         self.on_done()
-
-    def _source_of(self, generation: int) -> int:
-        decision = self.membership.decision(generation)
-        assert decision is not None
-        return decision.source
 
     # -- phases ----------------------------------------------------------------------------
 
@@ -302,10 +282,10 @@ class Runtime:
         """Wait for the decision of the rendezvous, and propose it once all have arrived."""
         number, since = self.member.rendezvous, time.monotonic()
         while (decision := self.membership.decision(number)) is None:
-            if (failure := self.membership.failure()) is not None:
-                raise PeerFailedError(failure)
-            if number == 1 and (refusal := self.membership.refusal()) is not None:
-                raise MismatchError(refusal)
+            if (failure := self.membership.get("failed")) is not None:
+                raise PeerFailedError(failure.decode())
+            if number == 1 and (refusal := self.membership.get("refused")) is not None:
+                raise MismatchError(refusal.decode())
             seen = self._seen(number, time.monotonic() - since)
             if p.is_over(seen):
                 raise RunOverError(*self.membership.why_over())
@@ -325,8 +305,8 @@ class Runtime:
         if self._attempts > MAX_ATTEMPTS:
             raise DistributedError(
                 f"step {decision.committed} was lost {MAX_ATTEMPTS} times in a row although none "
-                "of its members died: call collectives on all members or on none; "
-                f" the last error was {self._last_loss}"
+                "of its members died: call collectives on all members or on "
+                f"none; the last error was {self._last_loss}"
             )
 
     def _seen(self, number: int, waited: float) -> p.Seen:
@@ -336,18 +316,16 @@ class Runtime:
         known = () if previous is None else (*previous.members, *previous.former)
         absent = self.monitor.absent({*known, *here})
         gone = absent.gone
-        if previous is not None and waited > self._options.timeout:
+        if previous is not None and waited > self._timeout:
             gone |= {m for m in previous.members if m not in here}  # alive, but does not arrive
-        enough = len(here) >= self._options.expect or waited > self._options.timeout
+        enough = len(here) >= self._expect or waited > self._timeout
         # read after the members that left: a member reports that it is done before it leaves
         finished, others = self.membership.any_finished(), gone - {self.member.number}
         return p.Seen(previous, arrived, others, absent.dead, enough, finished)
 
-    def _form(self) -> None:
-        decision = self.member.decision
-        assert decision is not None
+    def _form(self, decision: p.Decision) -> None:
         try:
-            group = self._forming.form(decision, self.rank)
+            group = self._groups.form(decision, self.rank, self.membership, self.monitor)
         except DistributedError as error:
             if not means_a_loss(error):
                 raise
@@ -356,13 +334,10 @@ class Runtime:
         self.group.leave(failed=False)  # the group of this process alone
         self.group = group
         self.monitor.watch(decision.generation, decision.members, group.abort)
-        self.membership.forget_processes({*decision.members, *decision.former})
         self.on_group()
         self._handle(p.Formed())
 
-    def _transfer(self) -> None:
-        decision = self.member.decision
-        assert decision is not None
+    def _transfer(self, decision: p.Decision) -> None:
         try:
             self.on_transfer(self.member.number in decision.holders)
         except DistributedError as error:

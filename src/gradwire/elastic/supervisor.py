@@ -1,7 +1,8 @@
-"""Reports of a process to its supervisor, and the exit code of a process that comes too late.
+"""Supervisor of one host: starts members, restarts those that fail, ends them on signals.
 
-They go through a pipe that the supervisor makes for each process. Exit codes say too little: a
-process may fail after its run is done, and all may fail with the same error at the same step.
+A process reports to it through a pipe that the supervisor makes for each process. Exit codes say
+too little: a process may fail after its run is done, and all may fail with the same error at the
+same step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -37,37 +37,6 @@ from gradwire.errors import ArgumentError, RunOverError
 
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
 TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
-
-
-class Reports:
-    """Supervisor's end of the pipe of a process.
-
-    Attributes:
-        sender: Descriptor that the process inherits; close it with `started`.
-        environment: Variable through which the process finds the pipe.
-    """
-
-    def __init__(self) -> None:
-        self._receiver, self.sender = os.pipe()
-        os.set_blocking(self._receiver, False)
-        # in a process that the member starts, the descriptor may be another file
-        self.environment = {VARIABLE: f"{self.sender}:{os.fstat(self.sender).st_ino}"}
-
-    def started(self) -> None:
-        """Close the sending end in the supervisor, once the process is started."""
-        os.close(self.sender)
-
-    def read(self) -> dict[str, Any]:
-        """Return all reports, and close the pipe, after the process has ended."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):  # a child that it forked still has the other end
-            while piece := os.read(self._receiver, 1 << 16):
-                data += piece
-        os.close(self._receiver)
-        said: dict[str, Any] = {}
-        for line in data.splitlines():
-            said.update(json.loads(line))
-        return said
 
 
 def report(**fields: Any) -> None:
@@ -125,16 +94,64 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 RECORDER_VARIABLE = "GRADWIRE_RECORDER"
 
 
-@dataclass(frozen=True)
-class _Member:
-    """Process of a member, its pipe, and its place among the processes of this host."""
+class _Child:
+    """Process of a member, the pipe of its reports, and its place among those of this host."""
 
-    process: subprocess.Popen[bytes]
-    reports: Reports
-    place: int
+    def __init__(self, command: Sequence[str], environment: dict[str, str], place: int) -> None:
+        self.place = place
+        self.said: dict[str, Any] = {}
+        self._receiver, sender = os.pipe()
+        os.set_blocking(self._receiver, False)
+        # in a process that the member starts, the descriptor may be another file
+        environment = {**environment, VARIABLE: f"{sender}:{os.fstat(sender).st_ino}"}
+        if environment.get(RECORDER_VARIABLE, "0") not in ("", "0"):
+            environment["RANK"] = str(place)  # names the process's dumps
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=[sender],
+                # a terminal's signals reach the supervisor only, which forwards them once
+                start_new_session=True,
+                # the process dies with the supervisor, even if that gets SIGKILL
+                preexec_fn=end_with_parent,
+            )
+        except BaseException:
+            os.close(self._receiver)
+            raise
+        finally:
+            os.close(sender)
 
     def __str__(self) -> str:
         return f"process {self.process.pid}"
+
+    def read(self) -> None:
+        """Read all reports, and close the pipe, after the process has ended."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):  # a child that it forked still has the other end
+            while piece := os.read(self._receiver, 1 << 16):
+                data += piece
+        os.close(self._receiver)
+        for line in data.splitlines():
+            self.said.update(json.loads(line))
+
+    @property
+    def error(self) -> str:
+        """The reported error on one line, or the exit code."""
+        if "error" not in self.said:
+            return f"exit code {self.process.returncode}"
+        step = "" if self.said["step"] is None else f" at step {self.said['step']}"
+        return printable(f"{self.said['error']}: {self.said['message']}{step}")
+
+    @property
+    def end(self) -> str:
+        """Description of the end of the process."""
+        code = self.process.returncode
+        number = f" (member {self.said['member']})" if "member" in self.said else ""
+        if code < 0:
+            return f"{self}{number} was killed by {_name(-code)}"
+        ended = f"{self}{number} ended with {self.error}"
+        return f"{ended} (exit code {code})" if "error" in self.said else ended
 
 
 class Supervisor:
@@ -158,7 +175,7 @@ class Supervisor:
         self._command, self._environment, self._nproc = command, environment, nproc
         self._restarts, self._grace, self._shutdown_timeout = restarts, grace, shutdown_timeout
         self._log = log
-        self._running: list[_Member] = []
+        self._running: list[_Child] = []
         self._done_at: float | None = None
         self._patience = WAIT_SECONDS if grace is None else grace
         self._last_code = 0  # exit code of the process that ended last
@@ -172,12 +189,13 @@ class Supervisor:
 
     def run(self) -> int | None:
         """Return the exit code when all processes have ended; None if a signal ended them."""
-        self._running += [self._start(place) for place in range(self._nproc)]
+        for place in range(self._nproc):
+            self._start(place)
         self._log(f"started {self._names()}")
         while self._running:
-            for member in [m for m in self._running if m.process.poll() is not None]:
-                self._running.remove(member)
-                self._ended(member)
+            for child in [c for c in self._running if c.process.poll() is not None]:
+                self._running.remove(child)
+                self._ended(child)
             while self.signals:
                 self._take_signal(self.signals.pop(0))
             self._check_time()
@@ -197,77 +215,58 @@ class Supervisor:
         """End the remaining processes: SIGTERM first, then SIGKILL after the timeout."""
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + self._shutdown_timeout
-        for member in self._running:
+        for child in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                member.process.wait(max(0.0, deadline - time.monotonic()))
+                child.process.wait(max(0.0, deadline - time.monotonic()))
         self._send(signal.SIGKILL)
-        for member in self._running:
-            member.process.wait()
-            member.reports.read()
+        for child in self._running:
+            child.process.wait()
+            child.read()
         self._running.clear()
 
-    def _start(self, place: int) -> _Member:
-        reports = Reports()
-        environment = {**self._environment, **reports.environment}
-        if environment.get(RECORDER_VARIABLE, "0") not in ("", "0"):
-            environment["RANK"] = str(place)  # names the process's dumps
-        try:
-            process = subprocess.Popen(
-                self._command,
-                env=environment,
-                pass_fds=[reports.sender],
-                # a terminal's signals reach the supervisor only, which forwards them once
-                start_new_session=True,
-                # the process dies with the supervisor, even if that gets SIGKILL
-                preexec_fn=end_with_parent,
-            )
-        except BaseException:
-            reports.started()
-            reports.read()
-            raise
-        reports.started()
+    def _start(self, place: int) -> None:
+        self._running.append(_Child(self._command, self._environment, place))
         self._started += 1
-        return _Member(process, reports, place)
 
-    def _ended(self, member: _Member) -> None:
+    def _ended(self, child: _Child) -> None:
         """Log how a process ended; start another one in its place if that can help."""
-        said, code = member.reports.read(), member.process.returncode
+        child.read()
+        said, code = child.said, child.process.returncode
         self._last_code = code if code >= 0 else 128 - code
         done = bool(said.get("finished", code == 0 and not said))
         if done or (code == 0 and "over" in said):
             self._done_at = self._done_at or time.monotonic()
         if code == 0:
             return
-        how = _how(member, said)
         if self._kill_at is not None:
             self._failed_code = self._failed_code or self._last_code
-            self._log(how)
+            self._log(child.end)
         elif done or "over" in said:
             self._failed_code = self._last_code
-            self._log(f"{how}; not restarted, because the run is done")
-        elif self._repeats(code, said):
+            self._log(f"{child.end}; not restarted, because the run is done")
+        elif self._repeats(child):
             self._failed_code = self._last_code
-            self._gave_up = f"every start ended with {_error(code, said)}"
-            self._log(f"{how}; not restarted")
+            self._gave_up = f"every start ended with {child.error}"
+            self._log(f"{child.end}; not restarted")
             self._stop()
         elif self._restarts:
             self._restarts -= 1
-            self._running.append(self._start(member.place))
+            self._start(child.place)
             left = _restarts(self._restarts)
-            self._log(f"{how}; started {self._running[-1]} in its place ({left} left)")
+            self._log(f"{child.end}; started {self._running[-1]} in its place ({left} left)")
         else:
-            self._gave_up = f"the last failure: {how}"
-            self._log(f"{how}; not restarted: no restarts are left")
+            self._gave_up = f"the last failure: {child.end}"
+            self._log(f"{child.end}; not restarted: no restarts are left")
 
-    def _repeats(self, code: int, said: dict[str, Any]) -> bool:
+    def _repeats(self, child: _Child) -> bool:
         """Return True if more than `nproc` processes in a row ended with the same error.
 
         That is the same error at the same step, or, before `join`, the same exit code.
         """
-        if "error" in said:
-            error = (said["error"], said["step"])
-        elif not said and code > 0:
-            error = (f"exit code {code}", None)
+        if "error" in child.said:
+            error = (child.said["error"], child.said["step"])
+        elif not child.said and child.process.returncode > 0:
+            error = (child.error, None)
         else:
             self._same_errors.clear()
             return False
@@ -312,25 +311,8 @@ class Supervisor:
         return ", ".join(map(str, self._running))
 
     def _send(self, number: int) -> None:
-        for member in self._running:
-            member.process.send_signal(number)
-
-
-def _how(member: _Member, said: dict[str, Any]) -> str:
-    code = member.process.returncode
-    number = f" (member {said['member']})" if "member" in said else ""
-    if code < 0:
-        return f"{member}{number} was killed by {_name(-code)}"
-    ended = f"{member}{number} ended with {_error(code, said)}"
-    return f"{ended} (exit code {code})" if "error" in said else ended
-
-
-def _error(code: int, said: dict[str, Any]) -> str:
-    """Return the reported error on one line, or the exit code."""
-    if "error" not in said:
-        return f"exit code {code}"
-    step = "" if said["step"] is None else f" at step {said['step']}"
-    return printable(f"{said['error']}: {said['message']}{step}")
+        for child in self._running:
+            child.process.send_signal(number)
 
 
 def _restarts(number: int) -> str:

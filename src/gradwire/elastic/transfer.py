@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup, Work
 from torch.optim import Optimizer
 
 from gradwire.ddp import broadcast_options
-from gradwire.elastic.generations import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
 PIECE_BYTES = 64 << 20
@@ -180,24 +179,37 @@ def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
         yield f"{name} is {loaded.dtype} here, but {received.dtype}"
 
 
-def exchange(group: ProcessGroup, own: Snapshot | None, wait: Wait) -> Snapshot:
+def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], object]) -> Snapshot:
     """Broadcast a state from rank 0, and return it.
 
     Raises:
         DistributedError: A member is lost, or the size is invalid.
     """
-    described = None if own is None else [(list(t.shape), _name(t.dtype)) for t in own.tensors]
-    text = None if described is None else bytearray(json.dumps(described).encode())
-    found = json.loads(_exchange_bytes(group, text, wait))
-    header = _exchange_bytes(group, None if own is None else own.header, wait)
+
+    def send(tensor: Tensor) -> None:
+        for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
+            wait(group.broadcast([piece], broadcast_options(0)))
+
+    def send_bytes(data: bytearray | None) -> bytearray:
+        length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
+        send(length)
+        size = int(length)
+        if not 0 < size <= MAX_BYTES:
+            raise DistributedError(f"rank 0 sends a state of {size} bytes")
+        memory = bytearray(size) if data is None else data
+        send(torch.frombuffer(memory, dtype=torch.uint8))
+        return memory
+
+    text = None
+    if own is not None:
+        described = [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in own.tensors]
+        text = bytearray(json.dumps(described).encode())
+    found = json.loads(send_bytes(text))
+    header = send_bytes(None if own is None else own.header)
     tensors = _new_tensors(found) if own is None else own.tensors
     for tensor in tensors:
-        _exchange_pieces(group, tensor, wait)
+        send(tensor)
     return Snapshot(header, tensors)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _new_tensors(described: list[tuple[list[int], str]]) -> list[Tensor]:
@@ -211,23 +223,3 @@ def _new_tensors(described: list[tuple[list[int], str]]) -> list[Tensor]:
     if not valid or sum(math.prod(shape) for shape, _ in found) > MAX_BYTES:
         raise DistributedError(f"rank 0 sends a state with tensors {described}")
     return [torch.empty(shape, dtype=dtype) for shape, dtype in found]
-
-
-def _exchange_bytes(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
-    length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    wait(_broadcast(group, length))
-    size = int(length)
-    if not 0 < size <= MAX_BYTES:
-        raise DistributedError(f"rank 0 sends a state of {size} bytes")
-    memory = bytearray(size) if data is None else data
-    _exchange_pieces(group, torch.frombuffer(memory, dtype=torch.uint8), wait)
-    return memory
-
-
-def _exchange_pieces(group: ProcessGroup, tensor: Tensor, wait: Wait) -> None:
-    for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
-        wait(_broadcast(group, piece))
-
-
-def _broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
-    return group.broadcast([tensor], broadcast_options(0))

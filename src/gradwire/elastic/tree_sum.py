@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.buckets import memory_strides
-from gradwire.elastic.generations import Wait
 from gradwire.elastic.kept import State
 from gradwire.errors import NotSupportedError, ReductionError
 
@@ -266,7 +265,7 @@ class TreeSum:
         state: State,
         shards: int,
         group: ProcessGroup,
-        wait: Wait,
+        wait: Callable[[Work], object],
         assigned: Sequence[Sequence[int]],
     ) -> None:
         self._state, self._trained = state, [p.requires_grad for p in state.parameters]
