@@ -194,12 +194,9 @@ HOOKS = {
     "all_reduce": lambda: "all_reduce",
     "bf16": lambda: "bf16",
     "fp16": lambda: "fp16",
-    "top_k": lambda: hooks.TopK(0.25),
-    "momentum": lambda: hooks.TopK(0.25, momentum=0.5, start=1),
+    "int8": lambda: hooks.BlockQuantization(8, block=8, start=1),
     "int4": lambda: hooks.BlockQuantization(4, block=8),
-    "sign": lambda: hooks.Sign(block=8),
-    "low_rank": lambda: hooks.LowRank(2, min_saving=1),
-    "fp16_sign": lambda: hooks.compress(hooks.Sign(block=8), torch.float16),
+    "fp16_int4": lambda: hooks.compress(hooks.BlockQuantization(4, block=8), torch.float16),
 }
 WEIGHTS = [
     (1, 1, 1, 1),

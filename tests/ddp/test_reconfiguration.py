@@ -150,10 +150,10 @@ def test_hooks_by_name_and_composed():
             net.register_comm_hook(None, hook)
             check(net)
         assert seen == [0, 0]
-        net.register_comm_hook(None, "noop")
+        net.register_comm_hook(None, "fp16")
         net(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
-        assert net.logging_data().hook == "noop"
-        with pytest.raises(ArgumentError, match="all_reduce, bf16, fp16, noop"):
+        assert net.logging_data().hook == "fp16"
+        with pytest.raises(ArgumentError, match="all_reduce, bf16, fp16, int8, int4"):
             net.register_comm_hook(None, "fp8")
 
     run_ranks(main, 2)

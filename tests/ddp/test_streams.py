@@ -22,7 +22,7 @@ from gradwire.ddp.group import waits_on_cpu
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer import streams
 from gradwire.ddp.reducer.tally import Tally, _usual
-from gradwire.hooks.result import after
+from gradwire.hooks.interface import after
 from gradwire.testing import run_ranks
 
 

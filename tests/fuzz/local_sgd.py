@@ -52,7 +52,7 @@ SCHEDULERS = {
 SINGLE = ("none", "all_reduce")
 """Hooks with one message for each bucket, which a delay needs."""
 EXACT = ("none", "all_reduce", "function", "half")
-COMPRESSING = ("int8", "low_rank", "sign", "top_k")
+COMPRESSING = ("int8", "int4")
 SHAPES = [(), (1,), (7,), (3, 5), (8, 8), (2, 3, 4), (0,)]
 
 

@@ -97,9 +97,6 @@ SIMPLE = {
 LOSSY = {
     "int8": lambda: hooks.BlockQuantization(8),
     "int4": lambda: hooks.BlockQuantization(4),
-    "sign": hooks.Sign,
-    "low_rank": lambda: hooks.LowRank(4),
-    "top_k": lambda: hooks.TopK(0.5),
 }
 TORCHS = {
     "fp16": (2e-3, None, default_hooks.fp16_compress_hook),

@@ -147,6 +147,28 @@ def test_power_sgd_with_many_buckets_does_not_hang(start):
     assert first == second
 
 
+def test_power_sgd_equals_that_under_pytorchs_class():
+    def main():
+        found = []
+        for wrapper in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+            net = wrapper(mlp())
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1
+            )
+            net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            torch.manual_seed(10 + dist.get_rank())
+            for _ in range(8):
+                optimizer.zero_grad()
+                net(torch.randn(3, 4)).square().mean().backward()
+                optimizer.step()
+            assert state.compression_stats()[0] > 1
+            found.append([p.detach() for p in net.module.parameters()])
+        torch.testing.assert_close(*found)
+
+    run_ranks(main, 2)
+
+
 def test_the_noop_hook_leaves_local_gradients():
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)

@@ -161,7 +161,7 @@ def test_the_states_group_is_replaced():
     assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
 
 
-HOOKS = ["bf16", "int8", "low_rank", "power", "wrapped", "function"]
+HOOKS = ["bf16", "int8", "power", "wrapped", "function"]
 
 
 def register_without_group(net, hook):

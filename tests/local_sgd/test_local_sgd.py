@@ -110,10 +110,8 @@ def test_diloco_follows_the_papers_algorithm(inner):
 
 
 HOOKS = {
-    "low_rank": lambda: hooks.LowRank(2, min_saving=1),
-    "top_k": lambda: hooks.TopK(0.2),
     "int4": lambda: hooks.BlockQuantization(4, block=8, stochastic=True),
-    "sign": lambda: hooks.Sign(block=8),
+    "int8": lambda: hooks.BlockQuantization(8, block=8),
     "bf16": lambda: hooks.bf16,
     "none": lambda: None,
 }
@@ -168,7 +166,7 @@ def test_compressed_outer_gradients_lose_nothing():
 
     def main():
         model, twin = mlp(), mlp()
-        hook = hooks.Sign(block=8)
+        hook = hooks.BlockQuantization(4, block=8)
         optimizer = LocalSGD(
             torch.optim.SGD(model.parameters(), lr=0.1),
             model.named_parameters(),
@@ -212,9 +210,7 @@ def test_ranks_that_disagree_and_hooks_that_fail():
 
 
 @pytest.mark.narrow({"hook": None, "each_backend": "gloo"})
-@pytest.mark.parametrize(
-    "hook", [None, "bf16", "int4", "int8", "low_rank", "sign", "top_k", "across_hosts"]
-)
+@pytest.mark.parametrize("hook", [None, "bf16", "int4", "int8", "across_hosts"])
 def test_a_rank_that_dies_ends_the_exchange_on_the_others(hook):
     def main():
         model = mlp()

@@ -29,7 +29,7 @@ class SyncBatchNorm(_BatchNorm):
     nothing is sent.
 
     The sums wait for a communication hook that still sends messages in the same group, such as
-    `TopK`. A layer with its own `process_group` does not wait.
+    `BlockQuantization`. A layer with its own `process_group` does not wait.
 
     Adjoint convention: the objective is the sum of all ranks' losses, as in `gradwire.collectives`.
 

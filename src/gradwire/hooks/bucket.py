@@ -151,6 +151,14 @@ def with_buffer(bucket: GradBucket, buffer: Tensor) -> GradBucket:
     )
 
 
+def as_real(bucket: GradBucket) -> GradBucket:
+    """Return the bucket, or for complex numbers a bucket of pairs of reals in the same memory."""
+    buffer = bucket.buffer()
+    if not buffer.is_complex():
+        return bucket
+    return with_buffer(bucket, torch.view_as_real(buffer).view(-1))
+
+
 def _check_memory(buffer: Tensor) -> None:
     """Raise if the memory of a dense buffer differs from its values: backends send the memory."""
     if buffer.layout != torch.strided or is_as_read(buffer):

@@ -22,16 +22,18 @@ from gradwire._groups import check_group, default_group
 from gradwire._torch import PYTHON_BACKENDS, group_named
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
-from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.compression.compressor import as_real
-from gradwire.hooks.result import after, as_future, chain, parse_hook_result
-from gradwire.hooks.stateful import (
+from gradwire.hooks.bucket import GradBucket, as_real
+from gradwire.hooks.interface import (
     CommHook,
     DelegatingHook,
     HookReturn,
     PicklesGroups,
     StatefulHook,
+    after,
+    as_future,
     bind_hook,
+    chain,
+    parse_hook_result,
 )
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -170,10 +172,10 @@ def across_hosts(hook: CommHook, groups: HostGroups, state: Any = None) -> Acros
     """Return a hook that runs another hook between hosts, on one rank of each host.
 
     The inner hook's buckets are means over the ranks of a host, weighted by their number. On a
-    single host the inner hook is not used, unless it changes gradients by itself, as momentum does.
+    single host the inner hook is not used.
 
     Args:
-        hook: `StatefulHook` whose state has a `process_group`, such as a `Compressor`, or a
+        hook: `StatefulHook` whose state has a `process_group`, such as `BlockQuantization`, or a
             function whose state is a group, such as `all_reduce`.
         groups: Groups from `host_groups`, or constructed directly.
         state: State of a function; None for the group between hosts.
@@ -236,7 +238,7 @@ class AcrossHosts(DelegatingHook):
         if buffer.layout != torch.strided:
             return all_reduce(groups.whole, bucket)
         real = as_real(bucket).buffer()
-        unused = groups.hosts == 1 and not getattr(self.hook, "changes_mean", False)
+        unused = groups.hosts == 1
 
         # the hook's mean weights hosts equally; here ranks are weighted equally. Before the sum
         # within the host, which may overflow.

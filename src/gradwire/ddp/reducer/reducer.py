@@ -219,8 +219,6 @@ class Reducer:
             backward.raise_if_unfinished()
         if not backward.step:  # optimizers may be attached after wrapping, without hooks
             backward.detach_optimizers()
-        if (hook := backward.launcher.hook) is not None and hook.withdrawn:
-            self.register_comm_hook(None, None)
         backward.rebuild_once()
         ranks = ranks or backward.group.size()
         backward.prepare_for_backward(ranks, uneven=uneven, shadowed=shadowed)
