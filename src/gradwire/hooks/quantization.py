@@ -234,8 +234,8 @@ class QuantizationState(PicklesGroups):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if saved.keys() != {"step", "errors"}:
             raise ArgumentError(
-                f"the saved state has {', '.join(sorted(saved))}, BlockQuantization's has errors and step: "
-                "register the hook that was saved"
+                f"the saved state has {', '.join(sorted(saved))}, BlockQuantization's has errors "
+                "and step: register the hook that was saved"
             )
         self.step = saved["step"]
         self.errors.load_state_dict(saved["errors"])
