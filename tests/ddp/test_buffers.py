@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.ddp.buffers import Buffers
+from gradwire.ddp.broadcast import Buffers
 from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 

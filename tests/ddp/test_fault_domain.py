@@ -17,7 +17,7 @@ from torch import nn
 from ddp.common import Trap, mlp
 from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
-from gradwire.ddp.faults import resynchronization_round
+from gradwire.ddp.faults import collective_log
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import BackwardState
@@ -156,7 +156,7 @@ def test_an_unreported_death_during_resynchronization():
 
         net.module.on = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(resynchronization_round.ResynchronizationRound, "_join", join)
+            patch.setattr(collective_log.ResynchronizationRound, "_join", join)
             if dist.get_rank() == 2:
                 with pytest.raises(ArithmeticError):
                     step(net)
@@ -467,7 +467,7 @@ def test_a_rank_that_does_not_answer_in_time():
         store = dist.distributed_c10d._get_default_store()
         net.module.on = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(resynchronization_round, "RESYNC_TIMEOUT_SECONDS", 1.0)
+            patch.setattr(collective_log, "RESYNC_TIMEOUT_SECONDS", 1.0)
             if dist.get_rank() == 2:
                 store.wait(["gone"])
                 with pytest.raises(DistributedError):

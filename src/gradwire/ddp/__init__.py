@@ -2,8 +2,8 @@
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.distributed_data_parallel import DistributedDataParallel
+from gradwire.ddp.faults.fault_domain import LOST as LOST
 from gradwire.ddp.faults.fault_domain import FaultDomain as FaultDomain
-from gradwire.ddp.faults.other_messages import LOST as LOST
 from gradwire.ddp.faults.waiting import wait_future as wait_future
 from gradwire.ddp.faults.waiting import wait_work as wait_work
 from gradwire.ddp.group import broadcast_options as broadcast_options

@@ -24,16 +24,24 @@ from gradwire.ddp.arguments import (
     resolve_device,
     resolve_group,
 )
+from gradwire.ddp.broadcast import BufferHook, Buffers
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES
-from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.join import StepInfo, UnevenInputs, UnevenJoin, agree_on_rank, skip_if_any
 from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
-from gradwire.ddp.reduced_module import ReducedModule
+from gradwire.ddp.reduced_module import (
+    ReducedModule,
+    RegisteredHook,
+    StepInfo,
+    UnevenInputs,
+    UnevenJoin,
+    agree_on_rank,
+    load_state,
+    save_state,
+    skip_if_any,
+)
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer, check_unshared
-from gradwire.ddp.registered_hook import RegisteredHook, load_state, save_state
 from gradwire.errors import NotSupportedError
 from gradwire.hooks import CommHook, StatefulHook
 

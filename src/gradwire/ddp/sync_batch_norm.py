@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
-from gradwire.ddp.faults.other_messages import wait_for_hook
+from gradwire.ddp.faults.fault_domain import wait_for_hook
 from gradwire.errors import ArgumentError
 from gradwire.hooks import group_from, name_if_group
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp.faults.other_messages import wait_for_message
+from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
 from gradwire.ddp.layouts import dense_parts
 from gradwire.ddp.reducer.reducer import Reducer

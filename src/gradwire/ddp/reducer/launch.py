@@ -16,9 +16,13 @@ from torch.distributed import AllreduceOptions, ProcessGroup, Work
 from gradwire._engine_errors import is_transport
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket
 from gradwire.ddp.buckets.unpacked import SparseBucket
-from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
+from gradwire.ddp.faults.collective_log import (
+    LogMode,
+    Participant,
+    all_reduce_entry,
+    broadcast_entry,
+)
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.participants import Participant
 from gradwire.ddp.faults.waiting import (
     InFlight,
     future_in_flight,
