@@ -8,10 +8,10 @@ from gradwire.ddp.faults.waiting import wait_future as wait_future
 from gradwire.ddp.faults.waiting import wait_work as wait_work
 from gradwire.ddp.group import broadcast_options as broadcast_options
 from gradwire.ddp.hook_handles import WeakHook as WeakHook
+from gradwire.ddp.reduced_module import load_state as load_state
+from gradwire.ddp.reduced_module import save_state as save_state
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer as Reducer
-from gradwire.ddp.registered_hook import load_state as load_state
-from gradwire.ddp.registered_hook import save_state as save_state
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import describe as describe
 from gradwire.ddp.verify import digest as digest

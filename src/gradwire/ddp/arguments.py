@@ -26,15 +26,7 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 
 def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter]]:
-    """Return the module's parameters by name, or raise if they cannot be reduced.
-
-    Raises:
-        ArgumentTypeError: `module` is not a module.
-        ArgumentError: No parameter requires a gradient, or one has no shape or values yet, or one
-            is expanded.
-        NotSupportedError: Gradients of a parameter have another dtype, or its class is a subclass
-            of Tensor that holds several tensors.
-    """
+    """Return the module's parameters by name, or raise if they cannot be reduced."""
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
     named = [(n, p) for n, p in module.named_parameters() if n not in ignored]
@@ -54,7 +46,18 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
                 "to_empty and initialize it first"
             )
         check_not_expanded(p, f"parameter {name}")
-        _check_subclass(p, name)
+        if type(p) is not Parameter and p.requires_grad:
+            # the gradients of a subclass must be copied to and from a plain tensor
+            kind, held = type(p).__name__, len(inner_tensors(p))
+            problem = ""
+            if hasattr(p, "to_local"):
+                problem = ", of which each rank holds a part: wrap a module of its to_local()"
+            elif held > 1:
+                problem = f" that holds {held} tensors, but gradients are sent as one: use others"
+            if problem:
+                raise NotSupportedError(
+                    f"parameter {name} is a {kind}{problem}, or set requires_grad=False on it"
+                )
         if p.grad_dtype not in (p.dtype, None):
             raise NotSupportedError(
                 f"parameter {name} is of {p.dtype}, and its grad_dtype {p.grad_dtype}: gradients "
@@ -64,12 +67,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
 
 
 def check_interval(every: object) -> int | None:
-    """Return `check_replicas` if it is a number of steps or None.
-
-    Raises:
-        ArgumentTypeError: `every` is not an int.
-        ArgumentError: `every` is negative.
-    """
+    """Return `check_replicas` if it is a number of steps or None."""
     if every is None:
         return None
     if isinstance(every, bool) or not isinstance(every, int):
@@ -79,31 +77,8 @@ def check_interval(every: object) -> int | None:
     return every
 
 
-def _check_subclass(parameter: Parameter, name: str) -> None:
-    """Raise unless the gradients of a subclass can be copied to and from a plain tensor."""
-    if type(parameter) is Parameter or not parameter.requires_grad:
-        return
-    kind, held = type(parameter).__name__, len(inner_tensors(parameter))
-    if hasattr(parameter, "to_local"):
-        problem = f"a {kind}, of which each rank holds a part: wrap a module of its to_local()"
-    elif held > 1:
-        problem = f"a {kind} that holds {held} tensors, but gradients are sent as one: use others"
-    else:
-        return
-    raise NotSupportedError(f"parameter {name} is {problem}, or set requires_grad=False on it")
-
-
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int] | None:
-    """Return bucket limits in bytes; None, for the reducer's defaults, if none are given.
-
-    Raises:
-        ArgumentError: Both arguments are given, or a limit is negative.
-        ArgumentTypeError: A limit is not a number.
-
-    Example:
-        >>> resolve_caps(2, None) == [2 << 20], resolve_caps(None, None)
-        (True, None)
-    """
+    """Return bucket limits in bytes; None, for the reducer's defaults, if none are given."""
     if cap_mb is not None and cap_mb_list is not None:
         raise ArgumentError(
             f"bucket_cap_mb={cap_mb} and bucket_cap_mb_list={list(cap_mb_list)} are both given: "
@@ -125,12 +100,7 @@ def resolve_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """Return the device that inputs are moved to, or None.
-
-    Raises:
-        ArgumentError: `device_ids` and `output_device` do not name the module's single accelerator.
-        ArgumentTypeError: `device_ids` is not a list.
-    """
+    """Return the device that inputs are moved to, or None."""
     if isinstance(device_ids, int | str | torch.device):
         raise ArgumentTypeError(f"device_ids is {device_ids!r}: pass a list of one device, or None")
     given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
@@ -153,13 +123,7 @@ def resolve_device(
 
 
 def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
-    """Return the process group: the given one, that of a mesh, or the default group.
-
-    Raises:
-        ArgumentError: Both arguments are given, the mesh has several dimensions, or there is no
-            group.
-        ArgumentTypeError: `group` is not a process group.
-    """
+    """Return the process group: the given one, that of a mesh, or the default group."""
     if mesh is not None:
         if group is not None:
             raise ArgumentError("process_group and device_mesh are both given: pass one")
@@ -177,29 +141,12 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
     return check_group(default_group(name) if group is None else group, name)
 
 
-def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Return two flags: synchronize buffers at each forward, and at construction.
-
-    Example:
-        >>> resolve_buffers(None, None), resolve_buffers(False, None), resolve_buffers(None, False)
-        ((True, True), (False, False), (False, True))
-    """
-    if forward_sync is not None:
-        return forward_sync, True
-    wanted = broadcast is not False
-    return wanted, wanted
-
-
 def resolve_delayed(
     named: Sequence[tuple[str, Parameter]],
     delayed: Sequence[tuple[str, Parameter]] | None,
     trigger: Parameter | None,
 ) -> list[str]:
-    """Return the names of the parameters that are sent after all others, in a separate bucket.
-
-    Raises:
-        ArgumentError: Only one of the two arguments is given, or a parameter is not in the module.
-    """
+    """Return the names of the parameters that are sent after all others, in a separate bucket."""
     if (delayed is None) != (trigger is None):
         raise ArgumentError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass "
@@ -231,11 +178,6 @@ class ParameterCheck:
 
     `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters in
     one call are ignored.
-
-    Args:
-        module: Module to check.
-        named: Names and parameters that are checked, including frozen ones.
-        ignored: Names of parameters that are not checked.
     """
 
     def __init__(
@@ -246,10 +188,11 @@ class ParameterCheck:
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._modules = {id(child) for child in module.modules()}
         self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
-        of_parameter, of_module = WeakHook(self._on_parameter), WeakHook(self._on_module)
+        register_parameter_hook = torch_module.register_module_parameter_registration_hook
+        register_module_hook = torch_module.register_module_module_registration_hook
         handles = [
-            torch_module.register_module_parameter_registration_hook(of_parameter),
-            torch_module.register_module_module_registration_hook(of_module),
+            register_parameter_hook(WeakHook(self._on_parameter)),
+            register_module_hook(WeakHook(self._on_module)),
         ]
         remove_hooks_with(self, handles)
 
@@ -263,11 +206,7 @@ class ParameterCheck:
             self._registered.update((id(p), p) for p in child.parameters())
 
     def check(self) -> None:
-        """Raise if there are parameters that would not be reduced.
-
-        Raises:
-            ArgumentError: Parameters were added, replaced or thawed; lists their names.
-        """
+        """Raise ArgumentError if there are parameters that would not be reduced."""
         thawed = [n for n, p in self._frozen if p.requires_grad]
         new: list[str] = []
         if self._registered:

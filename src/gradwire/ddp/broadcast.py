@@ -1,8 +1,9 @@
-"""Coalesced broadcast: many tensors in few messages, at most two of them in flight.
+"""Coalesced broadcast, and the synchronization of a module's buffers.
 
 Sizes and dtypes alone determine which tensors share a message, so that all ranks agree even if
 strides differ. A message is either a pack of small tensors, which passes through a staging buffer,
-or a piece of a large tensor, which is sent from and received into the tensor itself.
+or a piece of a large tensor, which is sent from and received into the tensor itself. At most two
+messages are in flight.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
 from gradwire.ddp.group import broadcast_options, message_device, waits_on_cpu
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.ddp.layouts import (
-    SPARSE_LAYOUTS,
     check_not_expanded,
-    dense_parts,
-    distinct,
     inner_tensors,
-    resize_compressed,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
 from gradwire.shm import Operations, shm_backend_of
+
+SPARSE_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
@@ -106,38 +111,47 @@ def broadcast_values(
     Unlike `broadcast_coalesced`, this accepts expanded tensors, of which each element in memory is
     sent once; sparse tensors, which take the root's number of entries; and tensors made in
     inference mode.
-
-    Args:
-        group: Process group. Every rank of it calls with tensors of the same shapes, dtypes and
-            layouts, in the same order.
-        named: Names and tensors, which are written in place.
-        group_src: Rank of the root in the group.
-
-    Raises:
-        ArgumentError: A tensor's layout is not supported; nothing was sent.
-        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
     """
-    parts: list[Tensor | None] = []  # None: parts of the next sparse tensor
-    sparse: list[Tensor] = []
-    inference = False
+    named = list(named)
     for name, t in named:
-        inference |= t.is_inference()
-        if t.layout is torch.strided:
-            parts.append(t if t.is_contiguous() else distinct(t))
-        elif t.layout in SPARSE_LAYOUTS:
-            sparse.append(t)
-            parts.append(None)
-        else:
+        if t.layout is not torch.strided and t.layout not in SPARSE_LAYOUTS:
             raise ArgumentError(
                 f"{name} has layout {t.layout}, which cannot be broadcast: keep it out of the "
                 "module, or name it in the module's _ddp_params_and_buffers_to_ignore"
             )
-    with torch.inference_mode() if inference else nullcontext():
-        if sparse:
+    tensors = [t for _, t in named]
+    with torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext():
+        if sparse := [t for t in tensors if t.layout is not torch.strided]:
             _resize_as_root(group, group_src, sparse)
-        remaining = iter(sparse)
-        dense = [d for p in parts for d in (dense_parts(next(remaining)) if p is None else [p])]
-        _broadcast(group, group_src, dense)
+        _broadcast(group, group_src, [part for t in tensors for part in dense_parts(t)])
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return dense tensors that hold a tensor's elements, each of them once.
+
+    Example:
+        >>> [part.shape for part in dense_parts(torch.ones(3, 1).expand(3, 5))]
+        [torch.Size([3, 1])]
+        >>> [part.tolist() for part in dense_parts(torch.tensor([0.0, 7.0]).to_sparse())]
+        [[[1]], [7.0]]
+    """
+    if tensor.layout is torch.strided:
+        return [distinct(tensor)]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that has each element in memory once."""
+    if tensor.is_contiguous():  # the common case
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) -> None:
@@ -155,7 +169,21 @@ def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) ->
                     t.copy_(torch.sparse_coo_tensor(indices, values, t.shape))
                 t._coalesced_(bool(coalesced))
             elif entries != before:
-                resize_compressed(t, entries)
+                _resize_compressed(t, entries)
+
+
+def _resize_compressed(tensor: Tensor, entries: int) -> None:
+    outer, inner, values = dense_parts(tensor)
+    batch = outer.dim() - 1
+    new = torch.sparse_compressed_tensor(
+        outer.new_zeros(outer.shape),
+        inner.new_zeros(*inner.shape[:batch], entries),
+        values.new_zeros(*values.shape[:batch], entries, *values.shape[batch + 1 :]),
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
+    )
+    tensor.resize_as_sparse_(new)
 
 
 def _broadcast(
@@ -179,11 +207,9 @@ def _broadcast(
 def _send_as_stream(
     group: ProcessGroup, member: Operations, root: int, tensors: Sequence[Tensor]
 ) -> None:
-    """Broadcast all tensors in one operation: shared memory needs no messages and no staging.
-
-    This bypasses PyTorch's dispatcher, which would pass copies of lazily conjugated or negated
-    tensors, and would not copy the results back.
-    """
+    """Broadcast all tensors in one operation: shared memory needs no messages and no staging."""
+    # bypasses PyTorch's dispatcher, which would pass copies of lazily conjugated or negated
+    # tensors, and would not copy the results back
     options = broadcast_options(root)
     options.asyncOp = False
     filled = [t for t in tensors if t.numel()]
@@ -326,11 +352,7 @@ BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
 
 
 class Buffers:
-    """The current buffers of a module.
-
-    Args:
-        module: Module with the buffers.
-        ignored: Names of buffers that are not synchronized.
+    """The current buffers of a module, without the ignored ones.
 
     Attributes:
         hook: Function that merges the buffers; None if all ranks take rank 0's values.
@@ -373,22 +395,15 @@ class Buffers:
             self._changed = True
 
     def _find(self) -> None:
-        """Find the names of the buffers, and those that share memory."""
         self._changed = False
         named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
         self._paths = {name: name.split(".") for name in named}
-        self._aliased = {name for name, buffer in named.items() if self._shares(name, buffer)}
+        # the first answer is kept: later, a graph may have saved the buffer
+        known = {n for n, b in named.items() if (r := self._seen.get(n)) and r() is b}
+        self._aliased = {
+            n for n, b in named.items() if (n in self._aliased if n in known else _is_aliased(b))
+        }
         self._seen = {name: weakref.ref(buffer) for name, buffer in named.items()}
-
-    def _shares(self, name: str, buffer: Tensor) -> bool:
-        """Return True if a buffer shares its memory with other tensors.
-
-        The first answer is kept: later, a graph may have saved the buffer.
-        """
-        seen = self._seen.get(name)
-        if seen is not None and seen() is buffer:
-            return name in self._aliased
-        return _is_aliased(buffer)
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, without those that were deleted or set to None."""
@@ -405,25 +420,23 @@ class Buffers:
         return found
 
     def set_hook(self, hook: BufferHook, *, after_forward: bool) -> None:
-        """Merge the buffers with a function from now on.
-
-        Raises:
-            ArgumentTypeError: `hook` is not callable.
-        """
+        """See `DistributedDataParallel.register_buffer_hook`."""
         if not callable(hook):
             raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(buffers, group)")
         self.hook, self.after_forward = hook, after_forward
 
     def sync(self, group: ProcessGroup, *, root: int = 0) -> None:
-        """Make the buffers equal on all ranks.
-
-        A graph whose backward has not run yet keeps its saved values.
-        """
+        """Make the buffers equal on all ranks. Graphs that have saved them keep their values."""
         named = self.named()
         with torch.inference_mode(False), torch.no_grad():
             held: dict[str, Tensor] = {}
             if self.hook is not None or group.rank() != root:  # the root's buffers are not written
-                held = {n: b for n, b in named.items() if self._is_held(n, b)}
+                # not written in place: a graph may have saved the buffer or a view of it
+                held = {
+                    n: b
+                    for n, b in named.items()
+                    if (_holders(b) > 1 and n not in self._aliased) or b.is_inference()
+                }
             written = {**named, **{n: _copy(b) for n, b in held.items()}} if held else named
             if self.hook is None:
                 broadcast_values(group, written.items(), group_src=root)
@@ -434,13 +447,6 @@ class Buffers:
                         future.wait()
             for name, buffer in held.items():
                 _take_values(buffer, written[name])
-
-    def _is_held(self, name: str, buffer: Tensor) -> bool:
-        """Return True if a buffer must not be written in place now.
-
-        A graph may have saved it or a view of it, or it was made in inference mode.
-        """
-        return (_holders(buffer) > 1 and name not in self._aliased) or buffer.is_inference()
 
 
 def _copy(buffer: Tensor) -> Tensor:
@@ -490,7 +496,6 @@ def _is_aliased(buffer: Tensor) -> bool:
 
 
 def _base_references(view: Tensor) -> int:
-    """Return the number of references to the Python object of a view's base."""
     return sys.getrefcount(view._base)
 
 

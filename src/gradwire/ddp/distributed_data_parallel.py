@@ -18,7 +18,6 @@ from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
     check_interval,
     check_module,
-    resolve_buffers,
     resolve_caps,
     resolve_delayed,
     resolve_device,
@@ -186,7 +185,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
+        self.broadcast_buffers = broadcast_buffers is not False
+        if forward_sync_buffers is not None:
+            self.broadcast_buffers = forward_sync_buffers
         self.sync_buffers_in_eval = sync_buffers_in_eval
         self.bucket_bytes_cap = max(SMALLEST_PIECE_BYTES, (options.caps or [BUCKET_BYTES])[-1])
         self._buffers_synced = Buffers(module, ignored)
@@ -199,6 +200,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             module, group, ignored, options, self._comm_hook, every, agreed
         )
         if init_sync:
+            at_start = self.broadcast_buffers or forward_sync_buffers is not None
             buffers = self._buffers_synced.named() if at_start else {}
             self._reduced.take_values_of_rank_0(named, buffers)
             FaultDomain.of(group).connect()

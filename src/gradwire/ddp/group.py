@@ -59,15 +59,9 @@ def timeout_of(group: ProcessGroup) -> float:
 
 @contextmanager
 def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -> Iterator[None]:
-    """Translate a backend's error from waiting for a collective in this context.
+    """Raise PeerLostError or CollectiveTimeoutError for a backend's error in this context.
 
-    Args:
-        group: Process group.
-        what: Name of the collective, for the message.
-        since: Time of `time.monotonic` at which it was sent; None for the start of the context.
-
-    Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
+    `what` names the collective, which was sent at `since`, the start of the context by default.
     """
     since = time.monotonic() if since is None else since
     try:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -93,26 +92,19 @@ class SyncBatchNorm(_BatchNorm):
             ArgumentError: The input has a wrong number of dims or channels, or all ranks together
                 have fewer than two values per channel in training.
         """
+        group = self._group() if self.training else None
+        if group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return self._normalize(input, group)
+
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
             raise ArgumentError(
                 f"input has shape {tuple(input.shape)}: pass (n, {self.num_features}, ...)"
             )
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        group = self._group() if self.training else None
-        if group is not None:
-            return self._normalize(input, group)
-        kept = not self.training or self.track_running_stats
-        return F.batch_norm(
-            input,
-            self.running_mean if kept else None,
-            self.running_var if kept else None,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            self._factor() if self.training else 0.0,
-            self.eps,
-        )
 
     def _group(self) -> ProcessGroup | None:
         """Return the group if it has other ranks."""
@@ -120,13 +112,6 @@ class SyncBatchNorm(_BatchNorm):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
-
-    def _factor(self) -> float:
-        """Return the weight of this batch's statistics in the running ones."""
-        if self.momentum is not None:
-            return self.momentum
-        tracked = self.num_batches_tracked
-        return 0.0 if tracked is None else 1.0 / float(tracked)
 
     def _normalize(self, x: Tensor, group: ProcessGroup) -> Tensor:
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
@@ -154,9 +139,12 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         if self.track_running_stats and self.running_mean is not None:
             assert self.running_var is not None
+            factor, tracked = self.momentum, self.num_batches_tracked
+            if factor is None:
+                factor = 0.0 if tracked is None else 1.0 / float(tracked)
             with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self._factor())
-                self.running_var.lerp_(variance.to(self.running_var.dtype), self._factor())
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
     @classmethod
     def convert_sync_batchnorm(

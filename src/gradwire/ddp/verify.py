@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
-from gradwire.ddp.layouts import dense_parts
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.reducer.tally import Forwards
 from gradwire.errors import MismatchError
@@ -63,19 +63,10 @@ def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description
 def verify_same(
     group: ProcessGroup, own: Description, what: str = "models", remedy: str = MODEL_REMEDY
 ) -> None:
-    """Raise on every rank if any rank's description differs.
+    """Raise MismatchError on every rank if any rank's description differs.
 
-    Each rank sends 32 bytes, and its description only if the digests differ.
-
-    Args:
-        group: Process group.
-        own: Description of this rank.
-        what: Name of the compared objects, for the message.
-        remedy: Advice for the message.
-
-    Raises:
-        MismatchError: Descriptions differ; has the first difference and each rank's value.
-        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
+    Each rank sends 32 bytes, and its description only if the digests differ. `what` names the
+    compared objects in the message, which has the first difference and each rank's value.
     """
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     device = message_device(group)
@@ -89,7 +80,6 @@ def verify_same(
 
 
 def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: str) -> NoReturn:
-    """Raise with the first difference of the ranks' descriptions."""
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
         dist.all_gather_object(everyone, own, group=group)
@@ -103,13 +93,7 @@ class Replicas:
     """Comparison of the ranks' parameters, after a number of reduced backwards.
 
     A backward sends a digest of the parameters, and the next forward verifies that all ranks sent
-    the same one. The digest is that of the step's first forward: until the forward whose gradients
-    are averaged, a program may change parameters on each rank. In sharpness-aware minimization each
-    rank ascends along its own gradient.
-
-    Args:
-        named: Names and parameters.
-        reducer: Reducer that sends the digests.
+    the same one.
 
     Attributes:
         every: Number of reduced backwards from one comparison to the next; 0 for none.
@@ -126,77 +110,64 @@ class Replicas:
     def note(self, *, changes: bool) -> None:
         """Compute the digest, if one is due, before a step's first forward.
 
-        Args:
-            changes: True if the parameters may change before they are compared.
+        With `changes`, the parameters may change before they are compared.
         """
+        # Until the forward whose gradients are averaged, a program may change parameters on each
+        # rank: in sharpness-aware minimization each rank ascends along its own gradient.
         if not self._is_due():
             self._noted = None
         elif self._noted is None or self._noted.step != self._reducer.step:
             self._noted = _Snapshot(self._named, self._reducer.step, changes=changes)
 
     def _message(self, forwards: Forwards) -> Tensor | None:
-        """Return what is sent at the end of a backward; None if no digest is due."""
+        """Return a row for each rank, of which this one fills its own; None if none is due."""
         if not self._is_due():
             return None
-        step = self._reducer.step - 1
-        self._sent = self._noted or _Snapshot(self._named, step, changes=True)
-        self._noted = None
+        # Forwards without a backward, and all forwards. Ranks may differ in one of the two.
         counts = forwards.skipped, forwards.begun
-        return self._sent.message(self._reducer.group, counts)
+        self._sent = self._noted or _Snapshot(self._named, self._reducer.step - 1, changes=True)
+        self._sent.forwards = f"{counts[0]} of {counts[1]}"
+        self._noted = None
+        group = self._reducer.group
+        rows = torch.zeros(group.size(), DIGEST_NUMBERS + len(counts), dtype=torch.int64)
+        own = torch.frombuffer(bytearray(self._sent.digest), dtype=torch.int64)
+        rows[group.rank()] = torch.cat([own, torch.tensor(counts, dtype=torch.int64)])
+        return rows
 
     def _is_due(self) -> bool:
         return 0 < self.every <= self._sums.backwards
 
     def verify(self) -> None:
-        """Raise on every rank if the ranks' parameters differed in the last backward.
-
-        Raises:
-            MismatchError: Parameters differ; has the name of the first one and each rank's digest.
-        """
-        sums = self._sums.receive()
-        if sums is not None and self._sent is not None:
-            self._sent.verify(self._reducer.group, sums)
-
-
-class _Snapshot:
-    """Digest of a rank's parameters after a step, with one per parameter if it is asked for.
-
-    Args:
-        named: Names and parameters; subclasses of Parameter are left out.
-        step: Step after which they are compared.
-        changes: True if the parameters may change before they are compared.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
-        self.step = step
-        self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
-        self._digest = digest([p for _, p in self._chosen])
-        self._held = self._each() if changes else None
-        self._forwards = ""
-
-    def _each(self) -> Description:
-        return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in self._chosen]
-
-    def message(self, group: ProcessGroup, forwards: tuple[int, int]) -> Tensor:
-        """Return what is added up over the ranks: a row for each, of which this rank fills its own.
-
-        `forwards` are the numbers of this rank's forwards without a backward, and of all its
-        forwards. Ranks may differ in one of the two.
-        """
-        self._forwards = f"{forwards[0]} of {forwards[1]}"
-        rows = torch.zeros(group.size(), DIGEST_NUMBERS + 2, dtype=torch.int64)
-        own = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
-        rows[group.rank()] = torch.cat([own, torch.tensor(forwards, dtype=torch.int64)])
-        return rows
-
-    def verify(self, group: ProcessGroup, sums: Tensor) -> None:
-        """Raise on every rank if the sum of the messages shows different parameters."""
+        """Raise MismatchError on every rank if parameters differed in the last backward."""
+        sums, sent = self._sums.receive(), self._sent
+        if sums is None or sent is None:
+            return
         same = (sums == sums[0]).all(0).tolist()
         if all(same[:DIGEST_NUMBERS]) and any(same[DIGEST_NUMBERS:]):
             return
-        each = self._each() if self._held is None else self._held
-        own = [*each, ("(forwards without a backward)", self._forwards)]
-        _raise_difference(group, own, f"replicas after step {self.step}", REPLICAS_REMEDY)
+        own = [*sent.each(), ("(forwards without a backward)", sent.forwards)]
+        what = f"replicas after step {sent.step}"
+        _raise_difference(self._reducer.group, own, what, REPLICAS_REMEDY)
+
+
+class _Snapshot:
+    """Digest of a rank's parameters after a step; `each` has one per parameter.
+
+    With `changes`, the parameters may change before they are compared. Subclasses of Parameter are
+    left out.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
+        self.step, self.forwards = step, ""
+        self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
+        self.digest = digest([p for _, p in self._chosen])
+        self._held = self._compute_each() if changes else None
+
+    def _compute_each(self) -> Description:
+        return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in self._chosen]
+
+    def each(self) -> Description:
+        return self._compute_each() if self._held is None else self._held
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:

@@ -1,4 +1,4 @@
-"""Log of a rank's recent collectives, so that a rank that fell behind can join them.
+"""Log of a rank's recent collectives, and the rounds in which ranks come back in step by it.
 
 When a rank fails within a backward, the others wait in collectives that it never joined, and a
 backend such as Gloo cannot abort them. Every rank therefore logs its collectives, numbered by the
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from time import monotonic
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -74,11 +72,8 @@ def broadcast_entry(tensor: Tensor, root: int) -> Entry:
 class CollectiveLog:
     """Collectives of all reducers of a group that other ranks may still wait in.
 
-    A collective's number is the backend's count. It is the same on all ranks, and a collective that
-    is not in the log leaves a gap.
-
-    Args:
-        group: Process group.
+    A collective's number is the backend's count, the same on all ranks. A collective that is not
+    in the log leaves a gap.
 
     Attributes:
         sent: Collectives on the group, with their numbers.
@@ -107,15 +102,13 @@ class CollectiveLog:
             self._small.append(work)
 
     def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
-        """Log a collective that was just sent on another group."""
         self.elsewhere.setdefault(key_of(group), []).append((sequence_number(group), entry))
 
     def counts(self) -> tuple[int, int]:
-        """Return the position and the number of logged collectives on other groups."""
+        """Return the numbers of collectives on the group and on others."""
         return self.position(), sum(map(len, self.elsewhere.values()))
 
     def in_flight(self) -> list[InFlight]:
-        """Return the logged communication whose handles are kept here."""
         return [work_in_flight(work) for work in (*self.works, *self._small)]
 
     def failure(self) -> BaseException | None:
@@ -138,7 +131,6 @@ class CollectiveLog:
             return self._counted
 
     def clear(self) -> None:
-        """Drop all entries when the ranks are in step."""
         self.sent.clear()
         self.elsewhere.clear()
         self.works.clear()
@@ -154,12 +146,10 @@ class CollectiveLog:
 
 
 class LogMode(TorchDispatchMode):
-    """Dispatch mode that logs the collectives issued by this thread.
+    """Dispatch mode that logs the collectives issued by this thread, on any group."""
 
-    A hook may issue any collective on any group. Collectives that its callbacks issue later, on a
-    backend's threads, are not logged: `protocol.missing` then finds a number that no log has, and
-    the group is broken.
-    """
+    # Collectives that a hook's callbacks issue later, on a backend's threads, are not logged:
+    # `protocol.missing` then finds a number that no log has, and the group is broken.
 
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -231,86 +221,48 @@ class LogMode(TorchDispatchMode):
                 self._log.works.append(work)
 
 
+_ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
+"""Position of the root among the arguments of PyTorch's operators, relative to the group."""
+_REDUCTIONS = {
+    "allreduce_": ("allreduce", AllreduceOptions),
+    "allreduce_coalesced_": ("allreduce_coalesced", AllreduceCoalescedOptions),
+    "reduce_": ("reduce", ReduceOptions),
+    "_reduce_scatter_base_": ("_reduce_scatter_base", ReduceScatterOptions),
+}
+_JOINABLE = (*_REDUCTIONS, "broadcast_", "allgather_", "_allgather_base_", "alltoall_base_")
+
+
 def check_joinable(entry: Entry) -> None:
-    """Raise if a rank that is behind cannot join a collective.
-
-    Called on all ranks, because other ranks wait in the collective.
-
-    Raises:
-        BrokenGroupError: The collective is not supported by `join`.
-    """
-    if entry[0] not in _JOIN:
+    """Raise BrokenGroupError if a rank that is behind cannot join a collective."""
+    if entry[0] not in _JOINABLE:
         raise BrokenGroupError(
             f"cannot recover: ranks are blocked in {entry[0]}; after an error only "
-            f"{', '.join(_JOIN)} (of equal parts) can be completed"
+            f"{', '.join(_JOINABLE)} (of equal parts) can be completed"
         )
 
 
 def join(group: ProcessGroup, entry: Entry) -> Work:
-    """Join, with zeros, a collective that other ranks wait in.
-
-    The op, shapes and dtypes are the same: a size mismatch between ranks aborts the process on
-    Gloo. The result is not used because all ranks raise.
-
-    Raises:
-        BrokenGroupError: The collective is not supported.
-    """
+    """Join, with zeros, a collective that other ranks wait in; all ranks raise afterwards."""
     check_joinable(entry)
     op, root, reduce, described = entry
-    return _JOIN[op](group, root, reduce, [[_zeros(*d) for d in g] for g in described])
-
-
-def _join_reduction(
-    method: str, kind: type[Any], group: ProcessGroup, root: int, reduce: int, data: Any
-) -> Work:
-    options = kind()
+    # of the same shapes and dtypes: Gloo aborts a process whose sizes differ from another rank's
+    data = [[_zeros(*d) for d in tensors] for tensors in described]
+    if op == "broadcast_":
+        return group.broadcast(data[0], broadcast_options(root))
+    if op == "allgather_":
+        return group.allgather([data[0]], data[1])
+    if op == "_allgather_base_":
+        return group._allgather_base(data[0][0], data[1][0], AllgatherOptions())
+    if op == "alltoall_base_":
+        return group.alltoall_base(data[0][0], data[1][0], [], [], AllToAllOptions())
+    method, kind = _REDUCTIONS[op]
+    options: Any = kind()
     options.reduceOp = ReduceOp(ReduceOp.RedOpType(reduce))
-    if kind is ReduceOptions:
+    if op == "reduce_":
         options.rootRank = root
-    work: Work = getattr(group, method)(*data, options)
+    given: Any = [part[0] for part in data] if op == "_reduce_scatter_base_" else data
+    work: Work = getattr(group, method)(*given, options)
     return work
-
-
-def _join_broadcast(group: ProcessGroup, root: int, _: int, data: Any) -> Work:
-    return group.broadcast(data[0], broadcast_options(root))
-
-
-def _join_all_gather(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
-    return group.allgather([data[0]], data[1])
-
-
-def _join_all_gather_base(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
-    return group._allgather_base(data[0][0], data[1][0], AllgatherOptions())
-
-
-def _join_reduce_scatter(group: ProcessGroup, root: int, reduce: int, data: Any) -> Work:
-    tensors = [part[0] for part in data]
-    return _join_reduction(
-        "_reduce_scatter_base", ReduceScatterOptions, group, root, reduce, tensors
-    )
-
-
-def _join_all_to_all(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
-    return group.alltoall_base(data[0][0], data[1][0], [], [], AllToAllOptions())
-
-
-_ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
-"""Position of the root among the arguments of PyTorch's operators, relative to the group."""
-
-_JOIN: Mapping[str, Callable[[ProcessGroup, int, int, Any], Work]] = MappingProxyType(
-    {
-        "allreduce_": partial(_join_reduction, "allreduce", AllreduceOptions),
-        "allreduce_coalesced_": partial(
-            _join_reduction, "allreduce_coalesced", AllreduceCoalescedOptions
-        ),
-        "reduce_": partial(_join_reduction, "reduce", ReduceOptions),
-        "broadcast_": _join_broadcast,
-        "allgather_": _join_all_gather,
-        "_allgather_base_": _join_all_gather_base,
-        "_reduce_scatter_base_": _join_reduce_scatter,
-        "alltoall_base_": _join_all_to_all,
-    }
-)
 
 
 def _describe(tensor: Tensor) -> list[Any]:
@@ -361,27 +313,19 @@ def group_of(key: str) -> ProcessGroup | None:
 
 
 class Participant(Protocol):
-    """Interface of a reducer's `Backward` for a fault domain, which does not import it.
-
-    Attributes:
-        state: State of the backward.
-        end: Position of the last message, while COMMITTING or UNDECIDED.
-    """
+    """Interface of a reducer's `Backward` for a fault domain, which does not import it."""
 
     state: BackwardState
-    end: int
+    end: int  # position of the last message, while COMMITTING or UNDECIDED
 
     def in_flight(self) -> list[InFlight]:
         """Return the communication in progress."""
-        ...
 
     def start_over(self) -> None:
         """Discard the running backward and all state learned from earlier ones, on all ranks."""
-        ...
 
     def reset(self) -> None:
         """Discard the running backward."""
-        ...
 
 
 class Participants:
@@ -391,7 +335,6 @@ class Participants:
         self._references: list[weakref.ref[Participant]] = []
 
     def add(self, participant: Participant) -> None:
-        """Add a participant, unless it was added before."""
         reference = weakref.ref(participant, self._references.remove)
         if reference not in self._references:
             self._references.append(reference)
@@ -416,17 +359,11 @@ class Participants:
             return []
         return [p.end for p in self if p.state is BackwardState.UNDECIDED]
 
-    def in_flight(self) -> list[InFlight]:
-        """Return the communication in progress of all participants."""
-        return [one for participant in self for one in participant.in_flight()]
-
     def start_over(self) -> None:
-        """Call `start_over` on each participant."""
         for participant in self:
             participant.start_over()
 
     def reset(self) -> None:
-        """Call `reset` on each participant."""
         for participant in self:
             participant.reset()
 
@@ -447,12 +384,7 @@ class ResynchronizationRound:
     From its beginning on, this rank only sends collectives that others wait in.
 
     Args:
-        group: Process group.
-        channel: Error channel of the group.
-        log: Collective log of the group.
-        participants: Reducers of the group on this rank.
         error: Error of this rank; None if it only learnt of another rank's error.
-        seconds: Timeout of the group.
 
     Attributes:
         positions: Stated position of each rank. This and the next are valid after `advance` has
@@ -476,7 +408,7 @@ class ResynchronizationRound:
         }
         undecided = max(participants.undecided(), default=None)
         self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
-        self._in_flight = [*participants.in_flight(), *log.in_flight()]
+        self._in_flight = [*log.in_flight(), *(one for p in participants for one in p.in_flight())]
         self.positions: list[int] = []
         self.diverged = ""
         self._failures: dict[int, str] = {}
@@ -562,7 +494,7 @@ class ResynchronizationRound:
                     self._in_flight.append(work_in_flight(join(group, entry)))
 
     def _ended(self) -> bool:
-        """Return True if all communication has ended or is known not to end."""
+        """Return True if all communication has ended or will not end."""
         if self._outcome is not None:
             return True
         if self._log.position() > self._goal:

@@ -36,16 +36,13 @@ EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
 class ErrorChannel:
     """Values that the ranks of a group publish to each other, once they are connected.
 
-    Args:
-        group: Process group.
+    If the store does not answer in time, methods return as if no value were published. If it is
+    gone, they raise PeerLostError.
 
     Attributes:
         has_store: False for a group without a store, such as some groups written in Python, whose
             ranks are never connected.
         name: Random name of the group, the same on all ranks; empty before `connect`.
-
-    If the store does not answer in time, methods return as if no value were published. If it is
-    gone, they raise PeerLostError.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -61,7 +58,6 @@ class ErrorChannel:
 
     @property
     def connected(self) -> bool:
-        """True once the ranks can publish values."""
         return self._store is not None
 
     def start_connecting(self, group: ProcessGroup) -> tuple[Tensor, Work]:
@@ -73,7 +69,6 @@ class ErrorChannel:
         return self._token
 
     def connect(self, group: ProcessGroup, token: Tensor) -> None:
-        """Open the channel under the name that has arrived."""
         self.name = bytes(token.tolist()).hex()
         store = store_of(group, "ranks report errors to each other")
         self._store = PrefixStore(f"gradwire/{self.name}", store)
@@ -81,11 +76,11 @@ class ErrorChannel:
 
     def report(self) -> bool:
         """Ask all ranks to resynchronize; return True if the store accepted the request."""
-        return self._ask(self._store.set, self._key("reported"), "") is not _NOTHING
+        return self._ask(self._store.set, f"{self._round}/reported", "") is not _NOTHING
 
     def error_reported(self) -> bool:
         """Return True if a rank has asked to resynchronize in this round."""
-        return self._ask(self._store.check, [self._key("reported")]) is True
+        return self._ask(self._store.check, [f"{self._round}/reported"]) is True
 
     def report_broken(self, error: str) -> None:
         """Report that the group itself failed, so that no rank waits for this one."""
@@ -94,7 +89,6 @@ class ErrorChannel:
             self._ask(self._store.compare_set, "lost", "", text)
 
     def broken(self) -> PeerLostError | None:
-        """Return the failure of the group that a rank has reported, or None."""
         if self._ask(self._store.check, ["lost"]) is not True:
             return None
         text = self._ask(self._store.get, "lost")
@@ -103,22 +97,19 @@ class ErrorChannel:
     def publish(self, topic: str, value: Any) -> bool:
         """Set this rank's value for a topic of this round; return True if the store accepted it."""
         text = json.dumps(value)
-        key = self._key(f"{topic}/{self._rank}")
+        key = f"{self._round}/{topic}/{self._rank}"
         return self._ask(self._store.set, key, text) is not _NOTHING
 
     def published(self, topic: str) -> list[Any] | None:
         """Return every rank's value in rank order, or None until all are published."""
-        keys = [self._key(f"{topic}/{rank}") for rank in range(self._size)]
+        keys = [f"{self._round}/{topic}/{rank}" for rank in range(self._size)]
         if self._ask(self._store.check, keys) is not True:
             return None
         values = self._ask(self._store.multi_get, keys)
         return None if values is _NOTHING else [json.loads(value) for value in values]
 
     def exchange(self, topic: str, value: Any, seconds: float) -> list[Any] | None:
-        """Return every rank's value, or None after a time, or if the ranks are not connected.
-
-        Used for the text of errors that all ranks raise, while collectives may be in progress.
-        """
+        """Return every rank's value, or None after a time: for texts of errors that all raise."""
         if not self.connected:
             return None
         self.publish(topic, value)
@@ -129,7 +120,7 @@ class ErrorChannel:
 
     def missing_ranks(self, topic: str) -> list[int]:
         """Return the ranks that have not published a value; empty if the store does not answer."""
-        keys = {rank: self._key(f"{topic}/{rank}") for rank in range(self._size)}
+        keys = {rank: f"{self._round}/{topic}/{rank}" for rank in range(self._size)}
         there = self._ask(lambda: [r for r, key in keys.items() if self._store.check([key])])
         return [] if there is _NOTHING else [rank for rank in keys if rank not in there]
 
@@ -139,12 +130,9 @@ class ErrorChannel:
         return [rank for rank, process in known.items() if process and not is_alive(process)]
 
     def death(self) -> PeerLostError | None:
-        """Return the failure if other ranks' processes have ended; checked once per second.
-
-        Backends usually report a death sooner. Gloo, however, loses a send in progress when the
-        connection ends and then waits for the group's timeout (one death in a thousand with 3
-        ranks).
-        """
+        """Return the failure if other ranks' processes have ended; checked once per second."""
+        # Backends usually report a death sooner. Gloo, however, loses a send in progress when the
+        # connection ends and then waits for the group's timeout (one death in 1,000 with 3 ranks).
         if (now := time.monotonic()) < self._next_look:
             return None
         self._next_look = now + LIVENESS_SECONDS
@@ -164,11 +152,7 @@ class ErrorChannel:
         return self._processes.get(rank)
 
     def next_round(self) -> None:
-        """Begin the next round after all ranks were resynchronized."""
         self._round += 1
-
-    def _key(self, name: str) -> str:
-        return f"{self._round}/{name}"
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         # In a thread: a request hangs while the process that serves the store is stopped by SIGSTOP

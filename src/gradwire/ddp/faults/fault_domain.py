@@ -8,6 +8,10 @@ resynchronize over it, and it stays broken.
 
 A rank may be in several groups. While it waits in one, it polls all of them. Groups that are
 resynchronizing advance together, step by step, so ranks may begin with any of them.
+
+Messages outside of reducers (buffers, comparisons of models, join()) are completed first if another
+rank has failed, and the error is raised after them. Only a failure of the group itself ends such a
+wait early.
 """
 
 from __future__ import annotations
@@ -62,9 +66,6 @@ _WITH_INTERRUPTED: set[FaultDomain] = set()
 class FaultDomain:
     """Errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
 
-    Args:
-        group: Process group.
-
     Attributes:
         participants: Reducers of the group on this rank.
         lock: Lock held while anything is sent. It keeps a single order, and keeps the position
@@ -72,6 +73,7 @@ class FaultDomain:
         log: Log of sent collectives.
         channel: Error reports between the ranks; see `connect`.
         seconds: Timeout of the group.
+        broken: Reason that the group cannot be used again, or None.
         hook_future: Future of the last hook call if its callbacks may send more collectives.
             Nothing else is sent on the group before it is done.
     """
@@ -90,11 +92,10 @@ class FaultDomain:
         self._positions: list[int] = []  # of each rank, in the last round
         self._diverged = ""  # message about ranks that missed a step before the last round
         self._deferred: DistributedError | None = None  # another rank's error, yet to be raised
-        self._broken: str | None = None
+        self.broken: str | None = None
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:
-        """Return the group's domain, which all of its reducers share."""
         with _DOMAINS_LOCK:
             domain = _DOMAINS.get(group)
             if domain is None:
@@ -103,7 +104,6 @@ class FaultDomain:
 
     @staticmethod
     def known(group: ProcessGroup) -> FaultDomain | None:
-        """Return the group's domain, or None if it has none."""
         with _DOMAINS_LOCK:
             return _DOMAINS.get(group)
 
@@ -119,30 +119,18 @@ class FaultDomain:
         with _DOMAINS_LOCK:
             domain = _DOMAINS.pop(group, None)
         if domain is not None:
-            domain._broken = domain._broken or "this rank has left the group"
+            domain.broken = domain.broken or "this rank has left the group"
             _WITH_INTERRUPTED.discard(domain)
 
     @property
     def group(self) -> ProcessGroup:
-        """Process group."""
         group = self._group()
         assert group is not None
         return group
 
     @property
-    def orphaned(self) -> bool:
-        """True if the group is gone: destroyed and no longer referenced."""
-        return self._group() is None
-
-    @property
-    def broken(self) -> str | None:
-        """Reason that the group cannot be used again, or None."""
-        return self._broken
-
-    @property
     def _no_error_pending(self) -> bool:
-        """True if no error is waiting to be raised and no resynchronization is running."""
-        return self._deferred is None and self._broken is None and self._round is None
+        return self._deferred is None and self.broken is None and self._round is None
 
     @property
     def name(self) -> str:
@@ -154,14 +142,11 @@ class FaultDomain:
     def connect(self) -> None:
         """Connect the group's error channel, under a random name that rank 0 broadcasts.
 
-        This is the first collective of every rank on the group, once for all reducers: when ranks
-        verify the first model, or else in its first backward. Later calls return at once. A name
-        from a count of groups or wrappers would differ on a rank that makes one more, such as a
-        copy of the model on rank 0.
-
-        Raises:
-            DistributedError: The broadcast failed; the group is broken.
+        A name from a count of groups or wrappers would differ on a rank that makes one more, such
+        as a copy of the model on rank 0.
         """
+        # the first collective of every rank on the group: when ranks verify the first model, or
+        # else in its first backward
         if self.channel.name:
             return
         with self.lock:
@@ -175,13 +160,9 @@ class FaultDomain:
             self.channel.connect(self.group, token)
 
     def begin_round(self, error: str) -> bool:
-        """Begin a round with this rank's error; return False if a round had already begun.
-
-        Raises:
-            BrokenGroupError: The group cannot be used again.
-        """
-        if self._broken is not None:
-            raise BrokenGroupError(self._broken)
+        """Begin a round with this rank's error; return False if a round had already begun."""
+        if self.broken is not None:
+            raise BrokenGroupError(self.broken)
         if not self.channel.has_store:
             self._break(BrokenGroupError(f"{error}; {_NO_STORE}"))
             return True
@@ -198,15 +179,12 @@ class FaultDomain:
         )
 
     def _advance(self) -> bool:
-        """Advance as far as possible without waiting; return True if there is more to do.
-
-        Begins a round if another rank has reported an error. A failure breaks the group.
-        """
+        """Advance a round of any rank without waiting; return True if there is more to do."""
         group = self._group()
         # Without a store, the group was destroyed, but is still referenced.
         if group is None or find_store(group) is None:
             return False
-        if not self.channel.connected or self._broken is not None:
+        if not self.channel.connected or self.broken is not None:
             return False
         # Non-blocking: a thread polls all groups while it holds the lock of one, so two threads
         # could deadlock. The thread that holds the lock advances this round.
@@ -237,12 +215,11 @@ class FaultDomain:
             return
         self._deferred = error
         if isinstance(error, BrokenGroupError):
-            self._broken = str(error)
+            self.broken = str(error)
         else:
             record_error(error, group=self._group())
 
     def _look(self, look: Callable[[], PeerLostError | None]) -> None:
-        """Break the group if a function of the channel finds that it has failed."""
         if not self.channel.connected or not self.lock.acquire(blocking=False):
             return
         try:
@@ -262,7 +239,7 @@ class FaultDomain:
 
     def _break(self, error: DistributedError) -> None:
         record_error(error)
-        self._broken, self._deferred = f"the group failed earlier: {error}", error
+        self.broken, self._deferred = f"the group failed earlier: {error}", error
         self._round = None
         if self.channel.connected:
             self.channel.report_broken(str(error))
@@ -278,7 +255,7 @@ class FaultDomain:
             self._deferred = None
             self.participants.reset()
             raise error from cause
-        if self._broken is not None:
+        if self.broken is not None:
             self.raise_deferred()
         if not reported:  # another rank's error, which ended the backward on every rank
             self._deferred = None
@@ -313,38 +290,30 @@ class FaultDomain:
         return error
 
     def note_interrupted(self) -> None:
-        """Record that an exception ended a participant's backward, for `report_interrupted`."""
         _WITH_INTERRUPTED.add(self)
 
     def report_interrupted(self) -> None:
-        """End on all ranks the backwards that exceptions ended on this one.
+        """End on all ranks the backwards that exceptions ended on this one, in all groups.
 
-        Covers all groups, because one exception may end backwards in several. Call `raise_deferred`
-        afterwards.
+        Call `raise_deferred` afterwards.
         """
         if not _WITH_INTERRUPTED and self._round is None:
             return
-        _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d.orphaned])
+        _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d._group() is None])
         domains = {self, *_WITH_INTERRUPTED}
-        for domain in domains:
-            domain._report_interrupted()
+        for domain in domains & _WITH_INTERRUPTED:
+            # a deferred error of another rank has already ended that backward on every rank
+            if domain.broken is None and domain._deferred is None:
+                undecided = domain.participants.undecided()
+                domain.begin_round(UNDECIDED_TEXT if undecided else INTERRUPTED_TEXT)
         _resynchronize_all()
-        for domain in domains:
+        for domain in domains & _WITH_INTERRUPTED:
             domain._after_interrupted()
 
-    def _report_interrupted(self) -> None:
-        if self not in _WITH_INTERRUPTED or self._broken is not None:
-            return
-        if self._deferred is not None:
-            return  # another rank's error has already ended that backward on every rank
-        self.begin_round(UNDECIDED_TEXT if self.participants.undecided() else INTERRUPTED_TEXT)
-
     def _after_interrupted(self) -> None:
-        """Finish `report_interrupted`. Raises nothing: the caller has seen the exception itself."""
-        if self not in _WITH_INTERRUPTED:
-            return
+        # raises nothing: the caller has seen the exception itself
         _WITH_INTERRUPTED.discard(self)
-        if self._broken is not None:
+        if self.broken is not None:
             return
         undecided = self.participants.undecided()
         if not self._diverged and any(all_took_part(end, self._positions) for end in undecided):
@@ -352,7 +321,7 @@ class FaultDomain:
             # interrupted later. The other ranks do not know yet that this rank missed the step.
             self.begin_round(UNDECIDED_TEXT)
             _resynchronize_all()
-            if self._broken is not None:
+            if self.broken is not None:
                 return
         self._deferred = ReductionError(self._diverged) if self._diverged else None
         self.participants.start_over()
@@ -360,59 +329,42 @@ class FaultDomain:
     # -- errors elsewhere ------------------------------------------------------------------
 
     def before_others(self) -> None:
-        """Recover and raise pending errors before a message that does not belong to a reducer.
-
-        If an exception ended a backward here, the other ranks still wait in a bucket of it, which
-        the message would be matched with.
-
-        Raises:
-            DistributedError: An error of `raise_deferred`.
-        """
+        """Recover and raise pending errors before a message that does not belong to a reducer."""
+        # if an exception ended a backward here, the other ranks still wait in a bucket of it,
+        # which the message would be matched with
         self.report_interrupted()
         self.raise_deferred()
 
     def raise_deferred(self) -> None:
-        """Raise the error reported by another rank, or the reason that the group is broken.
-
-        Raises:
-            PeerFailedError: Another rank failed.
-            ReductionError: Other ranks have taken a step that this rank has not.
-            PeerLostError, CollectiveTimeoutError: The group failed.
-            BrokenGroupError: The group cannot be used again after an earlier error.
-        """
+        """Raise the error reported by another rank, or the reason that the group is broken."""
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
-            if self._broken is None:
+            if self.broken is None:
                 self.participants.start_over()
             else:
                 self.participants.reset()
             raise error
-        if self._broken is not None:
-            raise BrokenGroupError(self._broken)
+        if self.broken is not None:
+            raise BrokenGroupError(self.broken)
 
     def poll(self, waiter: Participant) -> None:
-        """Raise if another rank has reported an error. Called periodically by waits.
-
-        Completes a resynchronization that has begun, which blocks.
-
-        If all ranks took part in the waiter's backward, return instead: its result counts on every
-        rank, so it is completed first.
-        """
+        """Complete a resynchronization that has begun, and raise its error. Called by waits."""
         _resynchronize_all()
         if self._no_error_pending:
             self._look(self.channel.death)
-        if self._deferred is None and self._broken is None:
+        if self._deferred is None and self.broken is None:
             return
-        if self._broken is not None or not may_finish(waiter.state, waiter.end, self._positions):
+        # if all ranks took part in the waiter's backward, it counts on every rank: it ends first
+        if self.broken is not None or not may_finish(waiter.state, waiter.end, self._positions):
             self.raise_deferred()
 
     def poll_lost(self, *, look: bool) -> None:
         """Raise if the group has failed; with `look`, also check for ranks that have ended."""
-        if self._broken is None:
+        if self.broken is None:
             self._look(self.channel.broken)
-        if self._broken is None and look:
+        if self.broken is None and look:
             self._look(self.channel.death)
-        if self._broken is not None:
+        if self.broken is not None:
             self.raise_deferred()
 
     def poll_known(self, waiter: Participant) -> None:
@@ -449,18 +401,8 @@ def wait_for_message(
 ) -> None:
     """Wait for a message; if the group fails, mark it as broken and report that to other ranks.
 
-    Args:
-        group: Process group.
-        work: Handle of the message.
-        what: Description of the message for errors.
-        on_cpu: True if the message is on the CPU. Otherwise the current stream waits.
-        since: Time of `time.monotonic` at which the message was sent; None for now.
-        from_all: True if the message needs data from all ranks, so that a rank that has ended
-            is lost. The root of a broadcast may end before other ranks have received.
-
-    Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank is gone or did not take part in time.
-        BrokenGroupError: The group failed before.
+    If it is not `on_cpu`, the current stream waits. A message `from_all` needs data from all ranks:
+    a rank that has ended is lost. The root of a broadcast may end before other ranks have received.
     """
     domain = FaultDomain.known(group)
     since = time.monotonic() if since is None else since
@@ -480,14 +422,8 @@ def wait_for_message(
 
 
 def wait_for_hook(group: ProcessGroup) -> None:
-    """Wait for the communication hook that may still send messages in the group from callbacks.
-
-    Messages sent after this call follow the hook's on all ranks.
-
-    Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not take part in time.
-        BrokenGroupError: The group failed before.
-    """
+    """Wait for the communication hook that may still send messages in the group from callbacks."""
+    # so that messages after this call follow the hook's on all ranks
     domain = FaultDomain.known(group)
     if domain is None or domain.hook_future is None:
         return

@@ -30,19 +30,13 @@ has more detail."""
 
 @dataclass(frozen=True)
 class InFlight:
-    """Communication in progress, which can be checked without waiting.
-
-    Attributes:
-        done: Function that returns True if the communication has ended.
-        error: Function that returns the backend's error after the communication has ended, or None.
-    """
+    """Communication in progress, which can be checked without waiting."""
 
     done: Callable[[], bool]
-    error: Callable[[], BaseException | None]
+    error: Callable[[], BaseException | None]  # the backend's error after the end, or None
 
 
 def work_in_flight(work: Work) -> InFlight:
-    """Return the `InFlight` of a work handle."""
     return InFlight(lambda: is_done(work), lambda: failure_of(work))
 
 
