@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gradwire.testing import run_ranks
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("gloo", "shm")

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.kinds import KINDS
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 
 def main() -> int:

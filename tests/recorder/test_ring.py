@@ -26,7 +26,7 @@ from gradwire.recorder.files import load, loads
 from gradwire.recorder.flight_record import await_gloos_ends
 from gradwire.recorder.groups import reference_to
 from gradwire.testing import run_ranks
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 
 def every_op():

@@ -26,7 +26,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.testing import RankError, run_ranks
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -135,7 +135,7 @@ def test_ranks_that_wait_for_a_failed_one_end_soon() -> None:
 def test_ranks_that_do_not_end_after_a_failure_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire.testing.run.FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire.testing.ranks.FAILURE_SECONDS", 0.3)
 
     def sleeps_for_ever() -> None:
         if dist.get_rank() == 1:
@@ -275,7 +275,7 @@ def test_a_stopped_rank_ends_in_an_error() -> None:
 
 @pytest.mark.wide
 def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.run.LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire.testing.ranks.LEAVE_SECONDS", 0.3)
 
     def spoils_the_end() -> None:
         dist.destroy_process_group = lambda: time.sleep(100)  # type: ignore[assignment]
@@ -295,7 +295,7 @@ def test_an_error_in_leaving_the_group_is_an_error() -> None:
 
 @pytest.mark.wide
 def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.run.FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire.testing.ranks.FAILURE_SECONDS", 0.3)
 
     def spoils_the_next_start() -> None:
         if dist.get_rank() == 1:
@@ -379,6 +379,6 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.wide
 def test_a_process_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     close_pool()
-    monkeypatch.setattr("gradwire.testing.pool.START_SECONDS", 0.01)
+    monkeypatch.setattr("gradwire.testing.worker.START_SECONDS", 0.01)
     with pytest.raises(DistributedError, match=r"not ready within 0\.01 s"):
         run_ranks(dist.get_rank)

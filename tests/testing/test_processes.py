@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.testing import run_ranks
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -97,7 +97,7 @@ def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
 
 HOLDING_THE_GIL = "run_ranks(reporting(lambda: ctypes.PyDLL(None).sleep(100)))"
 STARTING = (
-    "from gradwire.testing.pool import Worker\n"
+    "from gradwire.testing.worker import Worker\n"
     "workers = [Worker(), Worker()]\n"
     "[print(w.process.pid, flush=True) for w in workers]\n"
     "time.sleep(100)"

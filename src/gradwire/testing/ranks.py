@@ -1,21 +1,82 @@
-"""`run_ranks`: a function on several ranks from one line, in a test or an interactive session."""
+"""`run_ranks`: a function on several ranks from one line, in a test or an interactive session.
+
+A rank runs, has returned (and keeps its group, which other ranks may still need), is leaving its
+group, or is done: its worker is idle or dead. When all have returned, or one has failed, those that
+returned are released.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import pickle
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from gradwire.testing.channel import Task, dumps
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistributedError,
+    NotSupportedError,
+    PeerLostError,
+)
 from gradwire.testing.hosts import INTERFACE, Hosts
-from gradwire.testing.pool import POOL, worker_environment
-from gradwire.testing.run import Run
+from gradwire.testing.worker import (
+    POOL,
+    Task,
+    Worker,
+    contents,
+    dump_stacks,
+    dumps,
+    file_with,
+    receive,
+    send,
+    worker_environment,
+)
+
+FAILURE_SECONDS = 5.0
+"""Time limit for ranks to end after another rank failed."""
+
+LEAVE_SECONDS = 15.0
+"""Time limit for ranks to leave their group: each collects garbage, which takes long on a busy
+machine and after torch.compile."""
+
+POLL_SECONDS = 0.2
+"""Polling interval of the processes: a dead one's socket stays open as long as a child of its own
+holds it."""
+
+LOG_TAIL = 16000
+"""Number of characters that are quoted from the end of a dead rank's stderr."""
+
+
+class RankError(DistributedError):
+    """One or more ranks of a `run_ranks` call raised an exception or died.
+
+    The message has each failed rank's traceback; `__cause__` is the first rank's exception.
+
+    Attributes:
+        failures: The exception of each failed rank, in the order in which they failed: a
+            `DistributedError` that describes it if it cannot be unpickled here, and a
+            `PeerLostError` if the rank died.
+
+    Example:
+        >>> try:
+        ...     run_ranks(lambda: 1 // dist.get_rank(), world_size=2)  # rank 0 divides by zero
+        ... except RankError as error:
+        ...     print(error.failures)
+        {0: ZeroDivisionError(...)}
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
 
 
 def run_ranks(
@@ -72,35 +133,28 @@ def run_ranks(
     if sys.platform != "linux":
         raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
-    names, environment = _names_of(hosts, world_size), worker_environment()
-    pool = POOL
+    counts = hosts.ranks if isinstance(hosts, Hosts) else hosts
+    if counts and (min(counts) < 1 or sum(counts) != world_size):
+        raise ArgumentError(
+            f"hosts has {list(counts)} ranks: give one or more for each host, {world_size} in all"
+        )
+    names = [f"host {host}" for host, count in enumerate(counts) for _ in range(count)]
+    environment, pool = worker_environment(), POOL
     if isinstance(hosts, Hosts):
-        pool, names = hosts.pool, [""] * world_size
+        pool, names = hosts.pool, []
         environment["GLOO_SOCKET_IFNAME"] = INTERFACE
-    first = Task(
-        call=_pickled_call(fn, args),
-        rank=0,
-        world_size=world_size,
-        backend=backend,
-        timeout=timeout,
-        path=tuple(sys.path),
-        directory=os.getcwd(),
-        environment=environment,
-        host=names[0],
-    )
+    try:
+        call = dumps((fn, tuple(args)))
+    except NotSupportedError:
+        raise
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"fn and args must be picklable, to be sent to other processes: {error}"
+        ) from error
+    path, directory = tuple(sys.path), os.getcwd()
+    task = Task(call, world_size, backend, timeout, environment, path, directory)
     with pool.lock:
-        workers = pool.take(world_size)
-        tasks = [replace(first, rank=rank, host=name) for rank, name in enumerate(names)]
-        # a FileStore in a file without a name: a TCPStore resolves addresses, which takes seconds
-        # if the name server does not answer, and other users can connect to it
-        store = os.memfd_create("gradwire-store")
-        running = Run(workers, may_die)
-        try:
-            return running.run(tasks, store, timeout)
-        finally:
-            os.close(store)
-            for worker in running.lost:
-                pool.discard(worker)
+        return _Call(pool.take(world_size), may_die).run(task, names or [""] * world_size)
 
 
 def _check(
@@ -133,24 +187,156 @@ def _check(
         )
 
 
-def _names_of(hosts: Sequence[int] | Hosts, world_size: int) -> list[str]:
-    """Return the name of each rank's host."""
-    ranks = hosts.ranks if isinstance(hosts, Hosts) else hosts
-    if not ranks:
-        return [""] * world_size
-    if min(ranks) < 1 or sum(ranks) != world_size:
-        raise ArgumentError(
-            f"hosts has {list(ranks)} ranks: give one or more for each host, {world_size} in all"
+class _Call:
+    """The parent's side of one call; worker i is rank i."""
+
+    def __init__(self, workers: Sequence[Worker], may_die: Collection[int]) -> None:
+        self._workers, self._may_die = workers, may_die
+        self._running = set(range(len(workers)))
+        self._returned: set[int] = set()
+        self._leaving: set[int] = set()
+        self._results: dict[int, bytes] = {}
+        # by rank, in the order in which they failed: summary, title and text of its section, error
+        self._failures: dict[int, tuple[str, str, str, BaseException]] = {}
+
+    @property
+    def _active(self) -> set[int]:
+        return self._running | self._returned | self._leaving
+
+    def run(self, task: Task, hosts: Sequence[str]) -> list[Any]:
+        """Run the task to its end and return the ranks' results, or raise what went wrong."""
+        limit, ending = time.monotonic() + task.timeout, False
+        task_file = file_with(pickle.dumps(task))
+        # a FileStore in a file without a name: a TCPStore resolves addresses, which takes seconds
+        # if the name server does not answer, and other users can connect to it
+        store = os.memfd_create("gradwire-store")
+        try:
+            for rank, host in enumerate(hosts):
+                self._send(rank, (rank, host), task_file, store)
+            while self._active and time.monotonic() < limit:
+                for rank, message, files in self._events(limit):
+                    self._handle(rank, message, files)
+                if not ending and (self._failures or not self._running):
+                    ending = True
+                    seconds = FAILURE_SECONDS if self._failures else LEAVE_SECONDS
+                    limit = time.monotonic() + seconds
+                if ending:
+                    for rank in self._returned:
+                        self._send(rank, "leave")
+                    self._leaving |= self._returned
+                    self._returned.clear()
+            self._raise_failures()
+            if self._active:
+                self._raise_stuck(task.timeout, ending=ending)
+        finally:
+            for rank in self._active:  # by Ctrl-C, or a test's time limit, too
+                self._workers[rank].kill()
+            os.close(task_file)
+            os.close(store)
+            for rank, worker in enumerate(self._workers):
+                for line in worker.new_log().splitlines():
+                    print(f"[rank {rank}] {line}", file=sys.stderr)
+        return [self._result(rank) for rank in range(len(self._workers))]
+
+    def _send(self, rank: int, message: object, *files: int) -> None:
+        with contextlib.suppress(OSError):  # a worker that has ended is found by reading
+            send(self._workers[rank].channel, message, *files)
+
+    def _events(self, limit: float) -> list[tuple[int, str, list[int]]]:
+        """Return the ranks' messages, deaths first: they are the cause of other ranks' errors."""
+        active = {self._workers[rank].channel.fileno(): rank for rank in self._active}
+        ready = wait(active, max(0.0, min(POLL_SECONDS, limit - time.monotonic())))
+        if time.monotonic() >= limit:
+            return []  # too late: a message must not hide the hang
+        events: list[tuple[int, str, list[int]]] = []
+        for descriptor, rank in active.items():
+            worker = self._workers[rank]
+            if descriptor in ready:
+                try:
+                    events.append((rank, *receive(worker.channel)))
+                except EOFError:
+                    events.append((rank, "died", []))
+            elif worker.process.poll() is not None and not wait([descriptor], 0):
+                events.append((rank, "died", []))
+        return sorted(events, key=lambda event: event[1] != "died")
+
+    def _handle(self, rank: int, message: str, files: list[int]) -> None:
+        worker = self._workers[rank]
+        for state in (self._running, self._returned, self._leaving):
+            state.discard(rank)
+        data = b"".join(map(contents, files))
+        for file in files:
+            os.close(file)
+        if message == "returned":
+            self._returned.add(rank)
+            self._results[rank] = data
+        elif message == "raised":
+            self._leaving.add(rank)
+            summary, text, pickled = pickle.loads(data)
+            error: BaseException = DistributedError(summary)
+            with contextlib.suppress(Exception):  # cannot be unpickled here: the summary serves
+                error = pickle.loads(pickled or b"")
+            self._failures.setdefault(rank, (summary, f"rank {rank}", text, error))
+        elif message == "died":
+            if rank not in self._may_die:
+                summary = worker.exit_text()
+                title, text = f"rank {rank} {summary}", worker.new_log()[-LOG_TAIL:]
+                self._failures.setdefault(rank, (summary, title, text, PeerLostError(title)))
+            worker.kill()  # if it has only closed its socket
+
+    def _raise_failures(self) -> None:
+        if not self._failures:
+            return
+        first = next(iter(self._failures))
+        also = f" (rank {first} first)" if len(self._failures) > 1 else ""
+        headline = (
+            f"fn failed on {_ranks(self._failures)} of {len(self._workers)}{also}: "
+            f"{self._failures[first][0]}"
         )
-    return [f"host {host}" for host, count in enumerate(ranks) for _ in range(count)]
+        sections = {title: text for _, title, text, _ in self._failures.values()}
+        sections |= self._stacks(f"was killed {FAILURE_SECONDS:g} s after that; it was at")
+        errors = {rank: failure[3] for rank, failure in self._failures.items()}
+        raise RankError(_described(headline, sections), errors) from errors[first]
+
+    def _raise_stuck(self, timeout: float, *, ending: bool) -> None:
+        of = f"of {len(self._workers)}"
+        if ending:
+            headline = (
+                f"fn returned, but {_ranks(self._active)} {of} did not leave the process group "
+                f"within {LEAVE_SECONDS:g} s"
+            )
+        else:
+            headline = (
+                f"fn did not return within timeout={timeout:g} s on {_ranks(self._running)} {of}"
+            )
+        stacks = self._stacks("was killed; it was at")
+        raise CollectiveTimeoutError(_described(headline, stacks))
+
+    def _stacks(self, fate: str) -> dict[str, str]:
+        """Return a section for each rank that has to be killed."""
+        stuck = sorted(self._running | self._leaving)
+        dumps = dump_stacks([self._workers[rank] for rank in stuck]) if stuck else []
+        return {f"rank {rank} {fate}": dump for rank, dump in zip(stuck, dumps, strict=True)}
+
+    def _result(self, rank: int) -> Any:
+        data = self._results.get(rank)
+        if data is None:  # it was allowed to die
+            return None
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise DistributedError(
+                f"the result of rank {rank} cannot be unpickled here: {error!r}"
+            ) from error
 
 
-def _pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    try:
-        return dumps((fn, tuple(args)))
-    except NotSupportedError:
-        raise
-    except Exception as error:
-        raise ArgumentTypeError(
-            f"fn and args must be picklable, to be sent to other processes: {error}"
-        ) from error
+def _described(headline: str, sections: Mapping[str, str]) -> str:
+    """Return a message: a headline, then a titled section for each rank."""
+    parts = [headline]
+    parts += [f"--- {title} ---\n{text}".rstrip() for title, text in sections.items()]
+    return "\n\n".join(parts)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    named = [str(rank) for rank in ranks]
+    return ("rank " if len(named) == 1 else "ranks ") + ", ".join(named)

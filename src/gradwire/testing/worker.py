@@ -1,14 +1,18 @@
-"""A rank's process: runs the tasks from its channel one after the other, until its parent ends.
+"""A rank's process, on both sides: the pool that keeps it for the next call, and what runs in it.
 
-Run as `python -m gradwire.testing.worker CHANNEL LIFELINE`, two inherited descriptors.
+Parent and worker exchange messages of a few bytes through a socket that keeps their boundaries.
+What is large goes with them, as the descriptor of a file in memory: a process that stops never
+leaves the other one in the middle of a message.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
 import gc
+import io
 import itertools
 import os
 import pickle
@@ -16,12 +20,18 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -29,16 +39,314 @@ import torch.distributed as dist
 
 from gradwire._gloo_threads import await_gloo_threads
 from gradwire._processes import end_when_closed
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.shm import Options
-from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task, load_cloudpickle
+
+START_SECONDS = 120.0
+"""Time limit for new workers to import torch."""
+_MESSAGE_BYTES = 4096
+_START = "from gradwire.testing.worker import main; import sys; main(*map(int, sys.argv[1:]))"
 
 
-def main(channel_fd: int, lifeline: int) -> None:
-    """Serve tasks; ends with the process."""
+@dataclass(frozen=True)
+class Task:
+    """What all ranks of a call have in common."""
+
+    call: bytes
+    world_size: int
+    backend: str
+    timeout: float
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    directory: str
+
+
+# --- messages ---
+
+
+def send(channel: socket.socket, message: object, *files: int) -> None:
+    """Send a small message, and duplicates of descriptors."""
+    socket.send_fds(channel, [pickle.dumps(message)], files)
+
+
+def receive(channel: socket.socket, timeout: float | None = None) -> tuple[Any, list[int]]:
+    """Return a message, and descriptors that the caller must close.
+
+    Raises:
+        EOFError: The other process has ended.
+        TimeoutError: Nothing came in time.
+    """
+    channel.settimeout(timeout)
+    try:
+        data, files, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        data = b""
+    if not data:
+        raise EOFError
+    return pickle.loads(data), files
+
+
+def file_with(data: bytes) -> int:
+    """Return the descriptor of a file in memory."""
+    descriptor = os.memfd_create("gradwire")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor
+
+
+def contents(descriptor: int) -> bytes:
+    """Return what a file has; others may read through the same descriptor at the same time."""
+    with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+        return file.read()
+
+
+# --- the parent's side ---
+
+
+def worker_environment() -> dict[str, str]:
+    """Return this process's environment, with settings for ranks that share a machine."""
+    # or Gloo resolves the host's name, for which there may be no entry
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Worker:
+    """One process; its stderr goes to a file without a name, from which errors quote.
+
+    It holds the reading end of a pipe that nobody writes to, its lifeline: however the parent ends,
+    the kernel closes the writing end, and the worker ends too.
+
+    Args:
+        prefix: Beginning of the command that starts it, for a worker on another host.
+    """
+
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        environment = worker_environment()
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._relayed = 0
+        with contextlib.ExitStack() as ours:
+            self._log = ours.enter_context(tempfile.TemporaryFile(buffering=0))
+            self.channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ours.enter_context(self.channel)
+            reading, writing = os.pipe()
+            ours.callback(os.close, writing)
+            with theirs, open(reading, "rb"):
+                descriptors = (theirs.fileno(), reading)
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, "-c", _START, *map(str, descriptors)],
+                    stdin=subprocess.DEVNULL,
+                    stderr=self._log,
+                    pass_fds=descriptors,
+                    env=environment,
+                )
+            self._descriptors = ours.pop_all()
+
+    def kill(self) -> None:
+        """Kill the process; the pool's next `take` replaces it."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """Kill the process and close its descriptors."""
+        self.kill()
+        self._descriptors.close()
+
+    def forget(self) -> None:
+        """Close, in a forked child, the descriptors of the parent's process."""
+        self.process.returncode = 0  # or Popen warns that it is still running
+        self._descriptors.close()
+
+    def exit_text(self) -> str:
+        """Return how the process ended: "exited with code 3", "was killed by SIGSEGV"."""
+        try:
+            code = self.process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection to run_ranks"
+        if code >= 0:
+            return f"exited with code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def new_log(self) -> str:
+        """Return the stderr of the process since the last call."""
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), size - self._relayed, self._relayed)
+        self._relayed += len(text)
+        return text.decode(errors="replace")
+
+
+def dump_stacks(workers: Sequence[Worker]) -> list[str]:
+    """Return the stacks of all threads of each worker, after its earlier output to stderr.
+
+    faulthandler writes them from a signal handler, whatever holds the GIL. A dump counts as
+    complete when it has not grown for 0.25 s.
+    """
+    logs = [worker.new_log() for worker in workers]
+    for worker in workers:
+        worker.process.send_signal(signal.SIGUSR1)
+    stacks = [""] * len(workers)
+    now = time.monotonic()
+    deadline, grew = now + 3.0, now
+    while now < deadline and not (all(stacks) and now > grew + 0.25):
+        time.sleep(0.02)
+        now = time.monotonic()
+        for index, worker in enumerate(workers):
+            if more := worker.new_log():
+                stacks[index] += more
+                grew = now
+    none = "(it did not show its stack: it is stopped, or inside the kernel)"
+    return [log + (stack or none) for log, stack in zip(logs, stacks, strict=True)]
+
+
+class Pool:
+    """Idle workers; worker i is rank i of whatever call comes next.
+
+    Args:
+        prefix_of: The prefix of the command that starts a worker, by its number.
+    """
+
+    def __init__(self, prefix_of: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
+        self.lock = threading.Lock()
+        self._prefix_of = prefix_of
+        self._workers: dict[int, Worker] = {}
+
+    def take(self, count: int) -> list[Worker]:
+        """Return the first `count` workers, after starting those that are missing.
+
+        Raises:
+            DistributedError: A worker could not be started; the message quotes its stderr.
+        """
+        for number, worker in list(self._workers.items()):
+            if worker.process.poll() is not None:
+                self._workers.pop(number).end()
+        # a worker keeps its number, which may say on which host it is
+        missing = [number for number in range(count) if number not in self._workers]
+        try:
+            for number in missing:
+                self._workers[number] = Worker(self._prefix_of(number))
+            deadline = time.monotonic() + START_SECONDS
+            for number in missing:
+                worker = self._workers[number]
+                receive(worker.channel, max(deadline - time.monotonic(), 1e-3))
+        except BaseException as error:
+            text = None
+            if isinstance(error, EOFError):
+                text = f"a worker process {worker.exit_text()} at its start:\n{worker.new_log()}"
+            elif isinstance(error, TimeoutError):
+                text = f"a worker process was not ready within {START_SECONDS:g} s"
+            self.close()
+            if text is None:
+                raise
+            raise DistributedError(text) from error
+        return [self._workers[number] for number in range(count)]
+
+    def close(self) -> None:
+        """Kill all workers; the next `take` starts new ones."""
+        while self._workers:
+            self._workers.popitem()[1].end()
+
+    def forget(self) -> None:
+        """Close, in a forked child, the descriptors of the parent's workers."""
+        self.lock = threading.Lock()  # another thread of the parent may have held it
+        while self._workers:
+            self._workers.popitem()[1].forget()
+
+
+POOL = Pool()
+"""This process's pool."""
+
+
+def close_pool() -> None:
+    """End the worker processes that `run_ranks` keeps for its next call.
+
+    It happens by itself when the process ends; call it to have the memory back earlier.
+    """
+    with POOL.lock:
+        POOL.close()
+
+
+@atexit.register
+def _at_exit() -> None:
+    # a thread within a call holds the lock; its workers end with their lifelines
+    if POOL.lock.acquire(blocking=False):
+        POOL.close()
+
+
+os.register_at_fork(after_in_child=POOL.forget)
+
+
+# --- pickles for processes that cannot import what defines a function ---
+#
+# cloudpickle pickles lambdas and local functions by value, but a module's own functions and classes
+# by name, which fails for a test module that only pytest can import. Those go by value here too.
+
+
+def load_cloudpickle() -> ModuleType:
+    """Return the cloudpickle module, or raise an error that says how to install it."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise NotSupportedError(
+            "run_ranks sends functions with cloudpickle, which is not installed: "
+            "pip install 'gradwire[test]'"
+        ) from error
+    module: ModuleType = cloudpickle
+    return module
+
+
+def dumps(value: object) -> bytes:
+    """Pickle `value`, by value where a new process could not import what it refers to."""
+    cloudpickle = load_cloudpickle()
+    by_value: set[ModuleType] = set()
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[name-defined, misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, FunctionType | type):
+                module = sys.modules.get(obj.__module__)
+                if module is not None and not _importable(obj.__module__, tuple(sys.path)):
+                    cloudpickle.register_pickle_by_value(module)
+                    by_value.add(module)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer).dump(value)
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _importable(name: str, path: tuple[str, ...]) -> bool:
+    """Return True if a new process with this `sys.path` could import a module read from a file.
+
+    Modules that packages create at run time (`torch.ops`, parts of extension modules) have no file;
+    importing their package creates them again.
+    """
+    made_from = getattr(sys.modules[name], "__spec__", None)
+    if made_from is None or not made_from.has_location or name == "__main__":
+        return True
+    search: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        # importlib.util.find_spec would answer from sys.modules, which a new process does not have
+        specs = (finder.find_spec(".".join(parts[:depth]), search) for finder in sys.meta_path)
+        found = next((spec for spec in specs if spec is not None), None)
+        if found is None:
+            return False
+        search = found.submodule_search_locations
+    return True
+
+
+# --- the worker's side ---
+
+
+def main(channel_descriptor: int, lifeline: int) -> None:
+    """Run tasks, one after the other, until the parent ends."""
     end_when_closed(lifeline)
-    os.set_inheritable(channel_fd, False)
-    channel = Channel(socket.socket(fileno=channel_fd))
+    os.set_inheritable(channel_descriptor, False)
+    channel = socket.socket(fileno=channel_descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # tests let ranks crash on purpose: the stack is in the log, a core file is not needed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -46,33 +354,29 @@ def main(channel_fd: int, lifeline: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     gc.freeze()  # leaves the imported modules out of the collection after each call
-    channel.send(Idle())
+    send(channel, "idle")
     # the parent kills this process; end-of-file here means that the parent has ended
     with contextlib.suppress(EOFError):
         for earlier in itertools.count():
-            task = channel.receive()
-            assert isinstance(task, Task)
-            store = _unused_number(channel.receive_descriptor(), earlier)
+            (rank, host), (task_file, store_file) = receive(channel)
+            task: Task = pickle.loads(contents(task_file))
+            os.close(task_file)
+            store = _unused_number(store_file, earlier)
             imported = len(sys.modules)
-            _reset_signals(handlers)
-            _serve(channel, task, store)
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
+            # by its own account faulthandler has it still, and `register` alone would do nothing
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            _serve(channel, task, rank, host, store)
             if len(sys.modules) > imported:
                 # modules that a task imports, too: torch.compile's, which torch's DDP imports,
                 # make a collection take 50 ms and more, instead of 3 ms in a fresh worker
                 gc.freeze()
             os.close(store)
-            channel.send(Idle())
+            send(channel, "idle")
     os._exit(0)
-
-
-def _reset_signals(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Restore the signal handlers that the previous task changed; SIGUSR1 shows the stacks."""
-    for number, handler in handlers.items():
-        if handler is not None and signal.getsignal(number) != handler:
-            signal.signal(number, handler)
-    # by its own account faulthandler has it still, and `register` alone would do nothing
-    faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _unused_number(descriptor: int, earlier: int) -> int:
@@ -88,15 +392,39 @@ def _unused_number(descriptor: int, earlier: int) -> int:
     return number
 
 
-def _serve(channel: Channel, task: Task, store: int) -> None:
-    outcome = _outcome(task, store)
+def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int) -> None:
+    """Run a task in a new group, and leave that when no rank needs it any longer."""
+    try:
+        os.chdir(task.directory)
+        sys.path[:] = task.path
+        for name in os.environ.keys() - task.environment.keys():
+            del os.environ[name]
+        for name, value in task.environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        torch.set_num_threads(1)
+        random.seed(rank)
+        torch.manual_seed(rank)
+        with warnings.catch_warnings():
+            fn, args = pickle.loads(task.call)
+            _join(task, rank, host, store)
+            result = fn(*args)
+        try:
+            outcome, kind = load_cloudpickle().dumps(result), "returned"
+        except Exception as error:
+            raise ArgumentTypeError(
+                f"fn returned a {type(result).__name__}, which cannot be pickled ({error}); "
+                "return tensors, numbers or other values that can"
+            ) from error
+    except BaseException as error:  # SystemExit and the like too: a task ends, the process goes on
+        outcome, kind = _pickled_error(error), "raised"
     sys.stdout.flush()
     sys.stderr.flush()
-    channel.send(outcome)
-    if isinstance(outcome, Returned):
+    _send_file(channel, kind, outcome)
+    if kind == "returned":
         # other ranks may still need this one's connections; after an error it leaves at once, so
         # that they do not wait for it
-        channel.receive()
+        receive(channel)
     elif not dist.is_initialized():
         # where a group was not formed, torch's count of groups differs from the other ranks'
         os._exit(1)
@@ -106,54 +434,21 @@ def _serve(channel: Channel, task: Task, store: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
-        channel.send(_raised(error))
+        _send_file(channel, "raised", _pickled_error(error))
         os._exit(1)
     gc.collect()
 
 
-def _outcome(task: Task, store: int) -> Returned | Raised:
-    try:
-        _prepare(task)
-        with warnings.catch_warnings():
-            fn, args = pickle.loads(task.call)
-            _join(task, store)
-            result = fn(*args)
-        return Returned(_pickled_result(result))
-    except BaseException as error:
-        # SystemExit and the like too: a task ends, the process goes on.
-        return _raised(error)
-
-
-def _prepare(task: Task) -> None:
-    """Set the caller's directory, path and environment, and reset threads and seeds."""
-    os.chdir(task.directory)
-    sys.path[:] = task.path
-    _set_environment(task.environment)
-    torch.set_num_threads(1)
-    random.seed(task.rank)
-    torch.manual_seed(task.rank)
-
-
-def _set_environment(wanted: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
-def _join(task: Task, store: int) -> None:
-    # longer than the call may take: its error shows where a rank hangs, not a group's timeout
-    timeout = timedelta(seconds=task.timeout + 30)
+def _join(task: Task, rank: int, host: str, store: int) -> None:
     shared = dist.FileStore(f"/proc/self/fd/{store}")
-    options = Options(host=task.host) if task.host else None
     dist.init_process_group(
         task.backend,
         store=shared,
-        rank=task.rank,
+        rank=rank,
         world_size=task.world_size,
-        timeout=timeout,
-        pg_options=options,
+        # longer than the call may take: its error shows where a rank hangs, not a group's timeout
+        timeout=timedelta(seconds=task.timeout + 30),
+        pg_options=Options(host=host) if host else None,
     )
     # wait for all: a rank that fails at once would break connections that others still make
     if shared.add("joined", 1) == task.world_size:
@@ -162,31 +457,21 @@ def _join(task: Task, store: int) -> None:
         time.sleep(0.001)
 
 
-def _pickled_result(result: object) -> bytes:
-    try:
-        data: bytes = load_cloudpickle().dumps(result)
-    except Exception as error:
-        raise ArgumentTypeError(
-            f"fn returned a {type(result).__name__}, which cannot be pickled ({error}); "
-            "return tensors, numbers or other values that can"
-        ) from error
-    return data
+def _send_file(channel: socket.socket, kind: str, data: bytes) -> None:
+    file = file_with(data)
+    send(channel, kind, file)
+    os.close(file)
 
 
-def _raised(error: BaseException) -> Raised:
-    """Return the error as text and, if it can be pickled and unpickled, as an object."""
+def _pickled_error(error: BaseException) -> bytes:
+    """Return the error as two texts and, if it can be pickled and unpickled, as an object."""
     here = error.__traceback__
-    stack = here.tb_next if here is not None else None  # without the frame of this module
+    stack = here.tb_next if here is not None else None  # without the frame of `_serve`
     text = "".join(traceback.format_exception(type(error), error, stack or here))
-    data: bytes | None
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
     try:
-        data = load_cloudpickle().dumps(error)
-        pickle.loads(data)  # an exception with arguments of its own often fails only here
+        data: bytes | None = load_cloudpickle().dumps(error)
+        pickle.loads(data or b"")  # an exception with arguments of its own often fails only here
     except Exception:
         data = None
-    summary = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Raised(summary, text.rstrip(), data)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    return pickle.dumps((summary, text.rstrip(), data))
