@@ -8,11 +8,14 @@ from gradwire.devices.broadcast_reduce import (
     reduce_add_coalesced,
 )
 from gradwire.devices.copying import HOST as HOST
-from gradwire.devices.data_parallel import DataParallel, data_parallel
-from gradwire.devices.parallel_apply import parallel_apply
+from gradwire.devices.data_parallel import (
+    DataParallel,
+    data_parallel,
+    parallel_apply,
+    replicate,
+)
 from gradwire.devices.placement import Device as Device
 from gradwire.devices.placement import default_devices as default_devices
-from gradwire.devices.replicate import replicate
 from gradwire.devices.scatter_gather import SCALARS_WARNING as SCALARS_WARNING
 from gradwire.devices.scatter_gather import (
     gather,

@@ -1,19 +1,40 @@
-"""broadcast and reduce_add, each the other's adjoint, for one tensor or many tensors at once."""
+"""broadcast and reduce_add, each the other's adjoint, for one tensor or many tensors at once.
+
+The public functions check arguments. `broadcast_lists` and `reduce_lists` bypass autograd if no
+tensor requires a gradient, and then return the input tensors themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, forward_ad
 
-from gradwire.devices import checks
-from gradwire.devices.checks import check_apart, check_writable, same_place, share_memory
-from gradwire.devices.copying import copy_into
-from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists, reduce_lists
-from gradwire.devices.placement import Device, as_destination, as_devices
-from gradwire.devices.summing import sum_into
+from gradwire._torch import nested_forward_mode
+from gradwire.devices import placement
+from gradwire.devices.copying import copies_coalesced, copy_into, sum_into, summed_coalesced
+from gradwire.devices.placement import (
+    Device,
+    as_destination,
+    as_devices,
+    check_apart,
+    check_writable,
+    own_place,
+    same_place,
+    share_memory,
+)
 from gradwire.errors import ArgumentError, ArgumentTypeError
+
+BUFFER_SIZE = 10 << 20
+"""Default number of bytes after which a buffer of coalesced tensors is closed."""
+
+T = TypeVar("T")
 
 
 def broadcast(
@@ -49,15 +70,15 @@ def broadcast(
         >>> x.grad
         tensor([4., 4.])
     """
-    checks.check_tensor(tensor, "tensor")
-    checks.check_exactly_one(devices, out)
+    placement.check_tensor(tensor, "tensor")
+    placement.check_exactly_one(devices, out)
     if devices is not None:
         replicas = broadcast_lists([tensor], as_devices(devices))
         return tuple(replica[0] for replica in replicas)
-    targets = checks.as_tensor_list(() if out is None else out, "out")
-    checks.check_out_without_grad(targets, [tensor])
+    targets = placement.as_tensor_list(() if out is None else out, "out")
+    placement.check_out_without_grad(targets, [tensor])
     for i, target in enumerate(targets):
-        checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
+        placement.check_out(target, tensor, tensor.shape, f"out[{i}]")
     places = range(len(targets))
     sources = [tensor] * len(targets)
     check_apart(targets, sources, [f"out[{i}]" for i in places], ["tensor" for _ in places])
@@ -100,11 +121,11 @@ def broadcast_coalesced(
         [tensor([1., 1.]), tensor([0, 1, 2])]
     """
     places = as_devices(devices)
-    found = checks.as_list(tensors, "tensors")
+    found = placement.as_list(tensors, "tensors")
     if not found:
         return [[] for _ in places]
-    checks.as_tensor_list(found, "tensors")
-    home = checks.common_device(found, "tensors")
+    placement.as_tensor_list(found, "tensors")
+    home = placement.common_device(found, "tensors")
     if home != places[0]:
         raise ArgumentError(
             f"tensors are on {home}, devices[0] is {places[0]}: list the tensors' device first"
@@ -138,14 +159,14 @@ def reduce_add(
         >>> reduce_add([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
-    found = checks.as_tensor_list(inputs, "inputs")
-    checks.check_alike(found, "inputs")
+    found = placement.as_tensor_list(inputs, "inputs")
+    placement.check_alike(found, "inputs")
     if out is None:
         home = as_destination(destination, found[0].device)
         return reduce_lists([[t] for t in found], home)[0]
-    checks.check_no_destination(destination)
-    checks.check_out(out, found[0], found[0].shape, "out")
-    checks.check_out_without_grad([out], found)
+    placement.check_no_destination(destination)
+    placement.check_out(out, found[0], found[0].shape, "out")
+    placement.check_out_without_grad([out], found)
     check_writable(out, "out")
     for i, tensor in enumerate(found):
         if share_memory(out, tensor) and not (i == 0 and same_place(out, tensor)):
@@ -194,8 +215,8 @@ def reduce_add_coalesced(
         (tensor([2., 2.]), tensor(6))
     """
     replicas = [
-        checks.as_list(tensors, f"inputs[{i}]")
-        for i, tensors in enumerate(checks.as_list(inputs, "inputs"))
+        placement.as_list(tensors, f"inputs[{i}]")
+        for i, tensors in enumerate(placement.as_list(inputs, "inputs"))
     ]
     if not replicas:
         raise ArgumentError("inputs is empty: give one list of tensors for each device")
@@ -208,10 +229,10 @@ def reduce_add_coalesced(
     if not replicas[0]:
         return ()
     for i, tensors in enumerate(replicas):
-        checks.as_tensor_list(tensors, f"inputs[{i}]")
-        checks.common_device(tensors, f"inputs[{i}]")
+        placement.as_tensor_list(tensors, f"inputs[{i}]")
+        placement.common_device(tensors, f"inputs[{i}]")
     for j, column in enumerate(zip(*replicas, strict=True)):
-        checks.check_alike(column, f"position {j} of inputs", layout=False)
+        placement.check_alike(column, f"position {j} of inputs", layout=False)
     home = as_destination(destination, replicas[0][0].device)
     return tuple(reduce_lists(replicas, home, _buffer_bytes(buffer_size, detach_buffers)))
 
@@ -223,3 +244,203 @@ def _buffer_bytes(buffer_size: int, detach_buffers: bool) -> int:
         raise ArgumentError(f"buffer_size is {buffer_size}: give a number of bytes > 0")
     # A buffer of one byte holds one tensor.
     return 1 if detach_buffers else buffer_size
+
+
+# --- differentiable copies and sums of lists ---
+
+
+@dataclass(frozen=True)
+class LinearOp:
+    """Linear op on tensors. Its functions must not refer to the tensors that it is applied to.
+
+    Attributes:
+        run: Function of the tensors, without gradients.
+        adjoint: Function of the results' gradients, and of the flags that say which tensors need a
+            gradient.
+        tangent: Function of the tensors' tangents.
+        zeros: True if both take zeros in place of missing gradients and tangents, else None.
+        constant: Indices of results that depend on no tensor that is tracked.
+    """
+
+    run: Callable[[Sequence[Tensor]], Any]
+    adjoint: Callable[[Sequence[Any], Sequence[bool]], Sequence[Tensor | None]]
+    tangent: Callable[[Sequence[Any]], Any]
+    zeros: bool = False
+    constant: Sequence[int] = ()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Apply the op, with a node in autograd's graph."""
+        return _Linear.apply(self, *tensors)  # type: ignore[no-untyped-call]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(op: LinearOp, *tensors: Tensor) -> Any:
+        return op.run(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op = op = inputs[0]
+        ctx.set_materialize_grads(op.zeros)
+        ctx.mark_non_differentiable(*(output[i] for i in op.constant))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *ctx.op.adjoint(grads, ctx.needs_input_grad[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, _op: None, *tangents: Tensor | None) -> Any:
+        with nested_forward_mode():
+            return ctx.op.tangent(tangents)
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    tangent: Tensor | None = cast("Any", forward_ad).unpack_dual(tensor).tangent
+    return tangent
+
+
+def tracked(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return, for each tensor, True if it is tracked by autograd, in backward or forward mode."""
+    grad = torch.is_grad_enabled()
+    if forward_ad._current_level < 0:  # faster than unpacking every tensor's tangent
+        return [grad and t.requires_grad for t in tensors]
+    return [(grad and t.requires_grad) or _tangent(t) is not None for t in tensors]
+
+
+def _all_with_tangents(tensors: Sequence[Tensor], follow: Sequence[bool]) -> Sequence[Tensor]:
+    """Return the tensors; if one has a tangent, all other tracked ones get a tangent of zeros.
+
+    If a function returns a view of an input that has no tangent, and its jvp returns a tangent for
+    it, autograd drops the tangents of all later results.
+    """
+    if forward_ad._current_level < 0:
+        return tensors
+    tangents = [_tangent(t) for t in tensors]
+    if all(t is None for t in tangents):
+        return tensors
+    dual = cast("Callable[[Tensor, Tensor], Tensor]", forward_ad.make_dual)
+    return [
+        dual(t, torch.zeros_like(t)) if tracked and tangent is None else t
+        for t, tangent, tracked in zip(tensors, tangents, follow, strict=True)
+    ]
+
+
+def _split(tensors: Sequence[T], n: int) -> list[list[T]]:
+    return [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
+
+
+def broadcast_lists(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    buffer_size: int = BUFFER_SIZE,
+    *,
+    zeros: bool = False,
+) -> list[list[Tensor]]:
+    """Return every tensor for each device. Adjoint: the sum over the devices.
+
+    Args:
+        tensors: Tensors on one device.
+        devices: List of devices.
+        buffer_size: Number of bytes after which a buffer is closed.
+        zeros: True to give zero gradients to tensors that no replica used, if others have
+            gradients.
+    """
+    follow = tracked(tensors)
+    if not any(follow):
+        return copies_coalesced(tensors, devices, buffer_size)
+    tensors = _all_with_tangents(tensors, follow)
+    n, home = len(tensors), tensors[0].device
+    own = own_place(home, devices)
+    like = [(t.shape, t.dtype) for t in tensors] if zeros else []
+
+    def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(chain.from_iterable(copies_coalesced(given, devices, buffer_size)))
+
+    def adjoint(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Sequence[Tensor | None]:
+        sums = _sums(_split(grads, n), home)
+        for i, (shape, dtype) in enumerate(like):
+            if needed[i] and sums[i] is None:
+                sums[i] = torch.zeros(shape, dtype=dtype, device=home)
+        return sums
+
+    def tangent(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        given = {i: t for i, t in enumerate(tangents) if t is not None}
+        replicas = broadcast_lists(list(given.values()), devices)
+        if own is not None:
+            # the tangent of a view of the input must be a view of the input's tangent
+            replicas[own] = [t.view_as(t) for t in given.values()]
+        found = [dict(zip(given, replica, strict=True)) for replica in replicas]
+        return tuple(replica.get(i) for replica in found for i in range(n))
+
+    constant = [r * n + i for r in range(len(devices)) for i in range(n) if not follow[i]]
+    replicas = _split(LinearOp(run, adjoint, tangent, constant=constant)(tensors), n)
+    if own is not None:
+        pairs = zip(replicas[own], tensors, follow, strict=True)
+        replicas[own] = [new if followed else t for new, t, followed in pairs]
+    return replicas
+
+
+def reduce_lists(
+    replicas: Sequence[Sequence[Tensor]], home: torch.device, buffer_size: int = BUFFER_SIZE
+) -> list[Tensor]:
+    """Return, for each position, the sum over the replicas. Adjoint: a copy for each replica."""
+    flat = [t for replica in replicas for t in replica]
+    if not any(tracked(flat)):
+        return summed_coalesced(replicas, home, buffer_size)
+    if len(replicas) == 1:
+        return [t.to(home) for t in replicas[0]]
+    n, devices = len(replicas[0]), [replica[0].device for replica in replicas]
+    like = [(t.shape, t.dtype) for t in replicas[0]]
+
+    def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(summed_coalesced(_split(given, n), home, buffer_size))
+
+    def adjoint(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Sequence[Tensor | None]:
+        places = [r for r in range(len(devices)) if any(needed[r * n : (r + 1) * n])]
+        given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        result: list[Tensor | None] = [None] * len(needed)
+        copies = broadcast_lists(list(given.values()), [devices[r] for r in places])
+        for r, replica in zip(places, copies, strict=True):
+            for i, grad in zip(given, replica, strict=True):
+                result[r * n + i] = grad
+        return result
+
+    def tangent(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        if torch._C._are_functorch_transforms_active():  # possibly an outer transform, which
+            # supports these operations only
+            columns = _columns(_split(tangents, n))
+            sums = [reduce(torch.add, [t.to(home) for t in c]) if c else None for c in columns]
+        else:
+            sums = _sums(_split(tangents, n), home)
+        # The sum of a single tangent is that tangent: clone it, so that in-place ops on one do not
+        # affect the other.
+        given = {id(t) for t in tangents}
+        sums = [s.clone() if s is not None and id(s) in given else s for s in sums]
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=home)
+            if s is None and (dtype.is_floating_point or dtype.is_complex)
+            else s
+            for s, (shape, dtype) in zip(sums, like, strict=True)
+        )
+
+    return list(LinearOp(run, adjoint, tangent)(flat))
+
+
+def _columns(replicas: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor]]:
+    """Return, for each position, the tensors that are there."""
+    return [[t for t in column if t is not None] for column in zip(*replicas, strict=True)]
+
+
+def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> list[Tensor | None]:
+    """Return, for each position, the sum over replicas that have a tensor there, or None."""
+    columns = _columns(replicas)
+    users = [tuple(t is not None for t in column) for column in zip(*replicas, strict=True)]
+    result: list[Tensor | None] = [None] * len(columns)
+    for group in dict.fromkeys(users):
+        if not any(group):
+            continue
+        positions = [i for i, used in enumerate(users) if used == group]
+        present = list(zip(*(columns[i] for i in positions), strict=True))
+        for i, total in zip(positions, reduce_lists(present, home), strict=True):
+            result[i] = total
+    return result

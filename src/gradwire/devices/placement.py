@@ -7,10 +7,12 @@ places, on the same device or not, receive copies.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -119,3 +121,256 @@ def own_place(home: torch.device, devices: Sequence[torch.device]) -> int | None
         1
     """
     return devices.index(home) if home in devices else None
+
+
+T = TypeVar("T")
+
+
+def as_tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
+    """Return the tensors of a list, which must not be empty."""
+    found = as_list(tensors, name)
+    if not found:
+        raise ArgumentError(f"{name} is empty: give at least one tensor")
+    for i, tensor in enumerate(found):
+        check_tensor(tensor, f"{name}[{i}]")
+    return found
+
+
+def as_list(tensors: Iterable[T], name: str) -> list[T]:
+    """Return the entries of a list; a tensor is rejected, although it is iterable."""
+    if isinstance(tensors, Tensor):
+        raise ArgumentTypeError(f"{name} is a tensor: give a list of tensors")
+    if not isinstance(tensors, Iterable):
+        raise ArgumentTypeError(f"{name} is a {type(tensors).__name__}: give a list of tensors")
+    return list(tensors)
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    """Raise unless the argument is a tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}: give a tensor")
+
+
+def check_exactly_one(devices: object, out: object) -> None:
+    """Raise unless exactly one of `devices` and `out` is given."""
+    if (devices is None) == (out is None):
+        raise ArgumentError(
+            f"devices is {devices!r} and out is {'None' if out is None else 'given'}: give exactly "
+            "one of 'devices' and 'out'"
+        )
+
+
+def check_out_without_grad(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise if `out` is given where a gradient would be recorded, as PyTorch's ops do."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*out, *inputs)):
+        raise ArgumentError(
+            "out is given and a tensor requires grad: writing into out records no gradient. Use "
+            "torch.no_grad(), or omit out"
+        )
+
+
+def common_device(tensors: Sequence[Tensor], name: str) -> torch.device:
+    """Return the device of all tensors; raise if there are several."""
+    device = tensors[0].device
+    for i, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name}[{i}] is on {tensor.device}, {name}[0] on {device}: put them on one device"
+            )
+    return device
+
+
+def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) -> None:
+    """Raise if shapes, dtypes or layouts differ from those of the first tensor."""
+
+    def key(tensor: Tensor) -> tuple[object, ...]:
+        return (tuple(tensor.shape), tensor.dtype, tensor.layout if layout else None)
+
+    expected = key(tensors[0])
+    for i, tensor in enumerate(tensors):
+        found = key(tensor)
+        if found == expected:
+            continue
+        for field, got, wanted in zip(("shape", "dtype", "layout"), found, expected, strict=True):
+            if got != wanted:
+                raise ArgumentError(
+                    f"{name}[{i}] has {field} {got}, {name}[0] has {wanted}: give tensors of one "
+                    "shape, dtype and layout"
+                )
+
+
+def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> None:
+    """Raise if `out` does not have the shape, dtype and layout of the result."""
+    check_tensor(out, name)
+    if tuple(out.shape) != tuple(shape):
+        raise ArgumentError(
+            f"{name} has shape {tuple(out.shape)}, the result has {tuple(shape)}: give a tensor of "
+            "that shape"
+        )
+    if out.dtype != like.dtype or out.layout != like.layout:
+        raise ArgumentError(
+            f"{name} is {out.dtype}, {out.layout}, the result is {like.dtype}, {like.layout}: give "
+            "a tensor of that dtype and layout"
+        )
+
+
+def canonical_dim(dim: int, rank: int) -> int:
+    """Return the dim as a non-negative index."""
+    if not isinstance(dim, int):
+        raise ArgumentTypeError(f"dim is {dim!r}, a {type(dim).__name__}: give an int")
+    if not -rank <= dim < rank:
+        remedy = f"give a dim from {-rank} to {rank - 1}" if rank else "give a tensor with a dim"
+        raise ArgumentError(f"dim is {dim}, the tensor has {rank} dims: {remedy}")
+    return dim % rank
+
+
+def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
+    """Raise if the tensors cannot be concatenated; return the dim as a non-negative index."""
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() != first.dim():
+            raise ArgumentError(
+                f"tensors[{i}] has {tensor.dim()} dims, tensors[0] has {first.dim()}: give tensors "
+                "with the same number of dims"
+            )
+        if tensor.dtype != first.dtype or tensor.layout != torch.strided:
+            raise ArgumentError(
+                f"tensors[{i}] is {tensor.dtype}, {tensor.layout}; tensors[0] is {first.dtype}: "
+                "give dense tensors of one dtype"
+            )
+    dim = canonical_dim(dim, first.dim())
+    for i, tensor in enumerate(tensors):
+        got, expected = list(tensor.shape), list(first.shape)
+        expected[dim] = got[dim]
+        if got != expected:
+            raise ArgumentError(
+                f"tensors[{i}] has shape {tuple(got)}, expected {tuple(expected)}: give tensors "
+                f"whose sizes differ in dim {dim} only"
+            )
+    return dim
+
+
+def chunk_sizes_of(
+    size: int, places: int, chunk_sizes: Sequence[int] | None, *, strict: bool
+) -> list[int]:
+    """Return the chunk sizes: as given, or as those of torch.chunk, which may be fewer."""
+    if chunk_sizes is None:
+        step = -(-size // places)
+        sizes = [min(step, size - i) for i in range(0, size, step)] if size else [0] * places
+        if strict and len(sizes) < places:
+            raise ArgumentError(
+                f"tensor has size {size} in the scattered dim, which makes {len(sizes)} chunks of "
+                f"{step} for {places} devices: give chunk_sizes, or strict=False to leave the last "
+                "devices without a chunk"
+            )
+        return sizes
+    if not isinstance(chunk_sizes, Iterable):
+        raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints")
+    try:
+        sizes = [operator.index(size) for size in chunk_sizes]
+    except TypeError as error:
+        raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints") from error
+    if len(sizes) != places:
+        raise ArgumentError(
+            f"chunk_sizes has {len(sizes)} entries, devices has {places}: give one for each device"
+        )
+    if sum(sizes) != size or min(sizes) < 0:
+        raise ArgumentError(
+            f"chunk_sizes is {sizes}, which sums to {sum(sizes)}; the tensor has size {size} in "
+            "the scattered dim: give sizes ≥ 0 that sum to it"
+        )
+    return sizes
+
+
+def check_no_destination(destination: object) -> None:
+    """Raise if a destination is given together with `out`."""
+    if destination is not None:
+        raise ArgumentError(
+            f"destination is {destination!r} and out is given: omit one of 'destination' and 'out'"
+        )
+
+
+# --- overlap of memory ---
+
+
+def check_apart(
+    writes: Sequence[Tensor],
+    reads: Sequence[Tensor],
+    write_names: Sequence[str],
+    read_names: Sequence[str],
+) -> None:
+    """Raise if copying each source into its result would overwrite another result or source.
+
+    A result may have the memory of its own source. Results with the same name are parts of one
+    tensor.
+    """
+    for i, write in enumerate(writes):
+        check_writable(write, write_names[i])
+        for j in range(i):
+            # parts of one tensor are disjoint; comparing columns element by element would be slow
+            if write_names[i] != write_names[j] and share_memory(write, writes[j]):
+                raise ArgumentError(
+                    f"{write_names[i]} shares memory with {write_names[j]}: one would overwrite "
+                    "the other. Give tensors with separate memory"
+                )
+        if same_place(write, reads[i]):
+            continue  # the result already has its values
+        for j, read in enumerate(reads):
+            if share_memory(write, read):
+                raise ArgumentError(
+                    f"{write_names[i]} shares memory with {read_names[j]}, which would be "
+                    "overwritten before it is read. Give a separate tensor"
+                )
+
+
+def check_writable(out: Tensor, name: str) -> None:
+    """Raise if several elements of the tensor share memory, as those of `expand` do."""
+    if out.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
+        raise ArgumentError(
+            f"{name} has shape {tuple(out.shape)} and strides {out.stride()}, so that elements "
+            "share memory: give one that is not expanded"
+        )
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors of equal shape have the same elements in memory."""
+
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        return (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+
+    strided = a.layout == b.layout == torch.strided
+    return a is b or (strided and place(a) == place(b) and a.stride() == b.stride())
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return True if two strided tensors of one dtype share memory; False for sparse ones."""
+    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    if b1 <= a0 or a1 <= b0:
+        return False
+    start, size = min(a0, b0), a.element_size()
+    if (a0 - b0) % size:
+        return True
+    # The extents overlap, but the elements may be disjoint, as for columns of one matrix.
+    mark = torch.zeros((max(a1, b1) - start) // size, dtype=torch.bool)
+    mark.as_strided(*_distinct(b), (b0 - start) // size).fill_(True)
+    return bool(mark.as_strided(*_distinct(a), (a0 - start) // size).any())
+
+
+def _distinct(tensor: Tensor) -> tuple[list[int], tuple[int, ...]]:
+    """Return shape and strides, with size 1 for expanded dims."""
+    shape = [
+        1 if stride == 0 else size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return shape, tensor.stride()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()

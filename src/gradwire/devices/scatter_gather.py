@@ -5,19 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from gradwire._containers import OneLevel, flatten_one_level
-from gradwire.devices import checks
-from gradwire.devices.checks import check_apart
-from gradwire.devices.copying import concat_into, copy_into, cut
-from gradwire.devices.functional import gather_chunks, scatter_chunks
-from gradwire.devices.placement import Device, as_destination, as_device, as_devices
+from gradwire.devices import placement
+from gradwire.devices.broadcast_reduce import LinearOp, tracked
+from gradwire.devices.copying import chunk_copies, concat, concat_into, copy_into, cut
+from gradwire.devices.placement import Device, as_destination, as_device, as_devices, check_apart
 from gradwire.errors import ArgumentError, NotSupportedError
+
+Streams: TypeAlias = Sequence[torch.Stream | None] | None
 
 SCALARS_WARNING = ContextVar(
     "gradwire_scalars_warning",
@@ -32,7 +33,7 @@ def scatter(
     devices: Iterable[Device] | None = None,
     chunk_sizes: Sequence[int] | None = None,
     dim: int = 0,
-    streams: Sequence[torch.Stream | None] | None = None,
+    streams: Streams = None,
     *,
     out: Iterable[Tensor] | None = None,
     strict: bool = False,
@@ -70,21 +71,21 @@ def scatter(
         >>> scatter(torch.arange(5), ["cpu"] * 2, chunk_sizes=[1, 4])
         (tensor([0]), tensor([1, 2, 3, 4]))
     """
-    checks.check_tensor(tensor, "tensor")
-    checks.check_exactly_one(devices, out)
+    placement.check_tensor(tensor, "tensor")
+    placement.check_exactly_one(devices, out)
     if tensor.is_nested:
         raise ArgumentError("tensor is a nested tensor: give a dense tensor")
-    dim = checks.canonical_dim(dim, tensor.dim())
+    dim = placement.canonical_dim(dim, tensor.dim())
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor has layout {tensor.layout}: give a dense tensor")
     if devices is not None:
         places = as_devices(devices)
-        sizes = checks.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
+        sizes = placement.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
         _check_streams(streams, len(places))
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: omit one; out implies the sizes")
-    targets = checks.as_tensor_list(() if out is None else out, "out")
+    targets = placement.as_tensor_list(() if out is None else out, "out")
     _scatter_into(targets, tensor, dim, streams)
     return tuple(targets)
 
@@ -121,18 +122,18 @@ def gather(
         >>> gather([torch.zeros(1, 2), torch.ones(2, 2)], destination="cpu").shape
         torch.Size([3, 2])
     """
-    found = checks.as_tensor_list(tensors, "tensors")
+    found = placement.as_tensor_list(tensors, "tensors")
     if dim in (0, -1) and all(t.dim() == 0 for t in found):
         warnings.warn(SCALARS_WARNING.get(), stacklevel=2)
         found = [t.reshape(1) for t in found]
-    dim = checks.check_concat(found, dim)
+    dim = placement.check_concat(found, dim)
     if out is None:
         return gather_chunks(found, dim, as_destination(destination, found[0].device))
-    checks.check_no_destination(destination)
+    placement.check_no_destination(destination)
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
-    checks.check_out(out, found[0], shape, "out")
-    checks.check_out_without_grad([out], found)
+    placement.check_out(out, found[0], shape, "out")
+    placement.check_out_without_grad([out], found)
     places = range(len(found))
     parts = cut(out.detach(), [t.shape[dim] for t in found], dim)
     check_apart(parts, found, ["out" for _ in places], [f"tensors[{i}]" for i in places])
@@ -141,15 +142,13 @@ def gather(
     return out
 
 
-def _scatter_into(
-    targets: list[Tensor], tensor: Tensor, dim: int, streams: Sequence[torch.Stream | None] | None
-) -> None:
-    checks.check_out_without_grad(targets, [tensor])
+def _scatter_into(targets: list[Tensor], tensor: Tensor, dim: int, streams: Streams) -> None:
+    placement.check_out_without_grad(targets, [tensor])
     for i, target in enumerate(targets):
         shape = list(tensor.shape)
         if target.dim() == tensor.dim():
             shape[dim] = target.shape[dim]
-        checks.check_out(target, tensor, shape, f"out[{i}]")
+        placement.check_out(target, tensor, shape, f"out[{i}]")
     sizes = [target.shape[dim] for target in targets]
     if sum(sizes) != tensor.shape[dim]:
         raise ArgumentError(
@@ -164,11 +163,47 @@ def _scatter_into(
         copy_into(targets, chunks, streams)
 
 
-def _check_streams(streams: Sequence[torch.Stream | None] | None, places: int) -> None:
+def _check_streams(streams: Streams, places: int) -> None:
     if streams is not None and len(streams) != places:
         raise ArgumentError(
             f"streams has {len(streams)} entries for {places} devices: give one for each"
         )
+
+
+def scatter_chunks(
+    tensor: Tensor,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    dim: int,
+    streams: Streams = None,
+) -> tuple[Tensor, ...]:
+    """Return a chunk for each device. Adjoint: gather of the chunks."""
+    if not any(tracked([tensor])):
+        return tuple(chunk_copies(tensor, devices, sizes, dim, streams))
+    home = tensor.device
+    op = LinearOp(
+        run=lambda given: tuple(chunk_copies(given[0], devices, sizes, dim, streams)),
+        adjoint=lambda grads, _: [gather_chunks(grads, dim, home)],
+        tangent=lambda tangents: scatter_chunks(tangents[0], devices, sizes, dim),
+        zeros=True,
+    )
+    chunks: tuple[Tensor, ...] = op([tensor])
+    return chunks
+
+
+def gather_chunks(tensors: Sequence[Tensor], dim: int, home: torch.device) -> Tensor:
+    """Concatenate chunks along `dim`. Adjoint: scatter to the chunks' devices."""
+    if not any(tracked(tensors)):
+        return concat(tensors, dim, home)
+    devices, sizes = [t.device for t in tensors], [t.shape[dim] for t in tensors]
+    op = LinearOp(
+        run=lambda given: concat(given, dim, home),
+        adjoint=lambda grads, _: scatter_chunks(grads[0], devices, sizes, dim),
+        tangent=lambda tangents: gather_chunks(tangents, dim, home),
+        zeros=True,
+    )
+    whole: Tensor = op(tensors)
+    return whole
 
 
 def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
@@ -279,7 +314,7 @@ def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
                 "is not a container, or make it a buffer of the module"
             )
         found, size = found or name, tensor.shape[dim]
-    return checks.chunk_sizes_of(size, places, None, strict=False)
+    return placement.chunk_sizes_of(size, places, None, strict=False)
 
 
 def _scattered(
