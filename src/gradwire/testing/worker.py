@@ -50,7 +50,7 @@ _START = "from gradwire.testing.worker import main; import sys; main(*map(int, s
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a call have in common."""
+    """Part of a call that is the same for all ranks."""
 
     call: bytes
     world_size: int
