@@ -30,7 +30,7 @@ def values_of_ranks(
         store: Store used by the group alone.
         key: First part of the keys.
         count: Number of ranks.
-        doing: What ranks that set nothing did not do, for the message ("join the group").
+        doing: Verb phrase for the message about ranks that set nothing ("join the group").
         timeout: Timeout for all ranks; at most, and by default, that of the store.
         check: Function called while ranks are missing; its exceptions propagate.
         poll: Interval between two calls of `check`.
