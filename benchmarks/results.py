@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Result:
     @classmethod
     def of(cls, benchmark: str, options: Options, cases: Sequence[CaseResult]) -> Result:
         """The result of a run that ends now, on this host."""
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        date = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(benchmark, date, this_host(), options, cases, _summary(cases))
 
     def write(self, path: Path) -> None:

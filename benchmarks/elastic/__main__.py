@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     result = {
         "what": options.what,
-        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),

@@ -323,7 +323,7 @@ def main() -> None:
 def write(path: Path, found: dict[str, Any]) -> None:
     """Write the results so far, because a long series may be interrupted."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     path.write_text(json.dumps({"date": date, **versions, **found}, indent=1) + "\n")
 
 

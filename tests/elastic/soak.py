@@ -275,7 +275,7 @@ def main() -> None:
         kill_every=options.kill_every,
         look_every=5.0,
     )
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     result = {
         "date": date,
         "torch": torch.__version__,
