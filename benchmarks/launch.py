@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from gradwire.cli.launch import RankEnv, RankFailure, Send, join_group
-from gradwire.cli.launch import launch as launch_ranks
+from gradwire.testing import run_ranks
+from gradwire.testing.pool import close_pool
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=2)
+SECONDS = 24 * 3600.0
+"""Of a launch; a benchmark of all cases takes hours."""
 
 
 def launch(work: Callable[..., T], *args: object, world_size: int, backend: str) -> T:
@@ -31,27 +28,19 @@ def launch(work: Callable[..., T], *args: object, world_size: int, backend: str)
         backend: A torch.distributed backend that carries CPU tensors.
 
     Raises:
-        RankFailure: A rank raised or died; its traceback is printed.
+        RankError: A rank raised or died.
     """
-    results: list[T] = []
-    try:
-        launch_ranks(partial(_rank, work, args, backend), world_size, results.append)
-    except RankFailure as failure:
-        print(failure.details, end="", file=sys.stderr)
-        raise
-    (result,) = results
+    close_pool()  # memory is measured in new processes
+    given = (work, args)
+    result: T = run_ranks(_rank, world_size, backend=backend, timeout=SECONDS, args=given)[0]
     return result
 
 
-def _rank(
-    work: Callable[..., object], args: tuple[Any, ...], backend: str, env: RankEnv, send: Send
-) -> None:
-    torch.set_num_threads(1)
+def _rank(work: Callable[..., object], args: tuple[Any, ...]) -> object:
+    # progress is shown at once, and not when the call ends
+    os.dup2(os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND), 2)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
     # as under torchrun: libraries look at these
-    os.environ |= {"RANK": str(env.rank), "LOCAL_RANK": str(env.rank)}
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(env.world_size))
-    join_group(env, backend, TIMEOUT)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     result = work(*args)
-    if env.rank == 0:
-        send(result)
-    dist.destroy_process_group()
+    return result if dist.get_rank() == 0 else None

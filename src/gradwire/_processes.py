@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ENDED = ("gone", "dead")
 """States of a process that has ended."""
@@ -112,44 +110,6 @@ if hasattr(os, "register_at_fork"):  # a child may be in another process id name
 
 
 # --- children ---
-
-
-class Child(NamedTuple):
-    """Process that `spawn` started, and the connection on which its messages arrive."""
-
-    process: multiprocessing.process.BaseProcess
-    inbox: Connection
-
-
-def spawn(function: Callable[..., None], *arguments: Any) -> Child:
-    """Call a function in a new process, which ends with this one.
-
-    Args:
-        function: Function importable by name; its last argument is the outbox, a connection whose
-            messages arrive in the child's inbox.
-        arguments: Other arguments, which are pickled.
-    """
-    context = multiprocessing.get_context("spawn")
-    inbox, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(function, arguments, outbox), daemon=True)
-    process.start()
-    outbox.close()  # only the child's copy remains, so that the pipe ends with the child
-    return Child(process, inbox)
-
-
-def _run(function: Callable[..., None], arguments: tuple[Any, ...], outbox: Connection) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    end_when_closed(parent.sentinel)
-    function(*arguments, outbox)
-
-
-def kill_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Kill processes and wait for their ends."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
 
 
 def end_when_closed(descriptor: int) -> None:

@@ -41,8 +41,7 @@ from benchmarks.tables import RESULTS
 from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 
-from gradwire.cli.launch import RankFailure
-from gradwire.testing import run_ranks
+from gradwire.testing import RankError, run_ranks
 from gradwire.testing.hosts import why_no_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +228,7 @@ def test_other_bits_on_another_rank_are_found_out() -> None:
 
 @pytest.mark.wide
 def test_an_error_of_a_rank_ends_the_launch() -> None:
-    with pytest.raises(RankFailure, match="ZeroDivisionError"):
+    with pytest.raises(RankError, match="ZeroDivisionError"):
         launch(divmod, 1, 0, world_size=2, backend="gloo")
 
 

@@ -59,7 +59,7 @@ class Command:
 
     def ranks(self) -> list[int]:
         """Return the process IDs of the ranks, in the order of their start."""
-        return sorted(pid for pid, line in self.alive().items() if "spawn_main" in line)
+        return sorted(pid for pid, line in self.alive().items() if "testing.worker" in line)
 
     def survivors(self) -> dict[int, str]:
         """Return processes of the session that remain after some time."""
@@ -85,10 +85,3 @@ def command() -> Iterator[Callable[..., Command]]:
         for pid in one.alive():
             os.kill(pid, signal.SIGKILL)
         one.process.communicate()
-
-
-@pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove torchrun's environment variables."""
-    for name in LAUNCHER:
-        monkeypatch.delenv(name, raising=False)

@@ -6,83 +6,11 @@ import io
 import sys
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import gradwire.cli
 from gradwire._version import __version__
 from gradwire.cli.app import app
-from gradwire.cli.launch import RankEnv
-
-TORCHRUN = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-}
-
-
-def refusal(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["demo", *arguments])
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    return result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--nproc 0", "'--nproc': 0 is not in the range x>=1"),
-        ("--nproc many", "'many' is not a valid integer"),
-        ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
-        ("--epochs -3", "'--epochs': -3 is not in the range x>=1"),
-        ("--hook none_such", "'none_such' is not one of 'none', 'all_reduce', 'fp16', 'bf16'"),
-        ("--backend none_such", "--backend is 'none_such', which torch.distributed does not know"),
-        ("--backend undefined", "--backend is 'undefined', which torch.distributed does not know"),
-        ("--batch-size 1", "--batch-size is 1: pass at least --nproc (2)"),
-        ("--batch-size 1438", "--batch-size is 1438: pass at least --nproc (2)"),
-        ("--batch-size 4 --nproc 5", "--batch-size is 4: pass at least --nproc (5)"),
-        ("--seed -1", "-1 is not in the range"),
-    ],
-)
-@pytest.mark.usefixtures("no_launcher")
-def test_wrong_options_are_reported_with_their_values(arguments, said):
-    assert said in refusal(*arguments.split())
-
-
-@pytest.mark.usefixtures("no_launcher")
-def test_unknown_backend_lists_usable_ones():
-    assert "pass one of gloo" in refusal("--backend", "none_such")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has GPUs for nccl")
-@pytest.mark.usefixtures("no_launcher")
-def test_nccl_needs_gpus():
-    found = torch.cuda.device_count()
-    said = f"needs one GPU per process: 2 processes, {found} GPUs"
-    assert said in refusal("--backend", "nccl")
-
-
-def test_nproc_different_from_torchruns_is_rejected_by_rank_0(monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert "--nproc is 3, but WORLD_SIZE is 2" in refusal("--nproc", "3")
-    monkeypatch.setenv("RANK", "1")
-    assert refusal("--nproc", "3") == ""
-
-
-def test_partial_torchrun_environment_is_rejected(monkeypatch):
-    assert RankEnv.from_environment({"WORLD_SIZE": "8"}) is None
-    assert RankEnv.from_environment(TORCHRUN) == RankEnv(0, 2, 0, 2)
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    assert "RANK=0 is set without WORLD_SIZE" in refusal()
-    for name, value in (TORCHRUN | {"WORLD_SIZE": "two"}).items():
-        monkeypatch.setenv(name, value)
-    assert "must be whole numbers (invalid literal for int() with base 10: 'two')" in refusal()
 
 
 def test_version():

@@ -9,8 +9,8 @@ import click
 from gradwire._text import printable
 from gradwire._version import __version__
 from gradwire.cli.check import check
-from gradwire.cli.demo.command import demo
-from gradwire.cli.doctor.command import doctor
+from gradwire.cli.demo import demo
+from gradwire.cli.doctor import doctor
 from gradwire.cli.explain import explain
 from gradwire.cli.run import run
 from gradwire.cli.timeline import timeline

@@ -1,1 +1,0 @@
-"""`gradwire doctor`: trials of the backends and checks of this machine."""
