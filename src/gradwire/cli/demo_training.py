@@ -86,7 +86,7 @@ def run(
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    share = torch.arange(_TEST + rank, _TEST + batch, world)
+    share = torch.arange(_TEST + rank, _TEST + batch, world, dtype=torch.int64)
     times = time_steps(backend, wrap, images[share], labels[share])
     return Result(digest.hexdigest(), relative, times)
 
