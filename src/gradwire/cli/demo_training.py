@@ -28,7 +28,7 @@ _WARM_UP, _TIMED = 15, 100  # first steps allocate memory and assign buckets aga
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank reports at the end.
+    """Result of the demo on one rank.
 
     Attributes:
         digest: Digest of its parameters.
