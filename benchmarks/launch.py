@@ -15,7 +15,7 @@ __all__ = ["launch"]
 
 T = TypeVar("T")
 SECONDS = 24 * 3600.0
-"""Of a launch; a benchmark of all cases takes hours."""
+"""Time limit of a launch: a benchmark of all cases takes hours."""
 
 
 def launch(work: Callable[..., T], *args: object, world_size: int, backend: str) -> T:
