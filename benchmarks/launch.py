@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.testing import run_ranks
-from gradwire.testing.pool import close_pool
+from gradwire.testing.worker import close_pool
 
 __all__ = ["launch"]
 
