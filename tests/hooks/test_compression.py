@@ -169,7 +169,7 @@ def test_a_resumed_run_continues_bit_for_bit(name):
         assert not same(train(net, range(3, 6)), want)
         again = copy.deepcopy(net)  # with the buckets of the first backward
         train(again, range(1))
-        assert again._comm_hook.hook.state.step == net._comm_hook.hook.state.step + 1
+        assert again._reduced.hook.state.step == net._reduced.hook.state.step + 1
 
     run_ranks(main, 3)
 

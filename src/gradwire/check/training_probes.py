@@ -70,7 +70,7 @@ class Model:
     def hooked(self) -> bool:
         """True if the program's own hook replaces the mean of gradients."""
         wrapper = self.wrapper
-        ours = getattr(wrapper, "_comm_hook", None)
+        ours = getattr(wrapper, "_reduced", None)
         return bool(getattr(wrapper, "_comm_hooks", None) or getattr(ours, "hook", None))
 
 

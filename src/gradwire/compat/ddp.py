@@ -142,7 +142,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             RefusedError: A hook is already registered, or this hook's annotations are wrong.
         """
         try:
-            if hook is not None and self._comm_hook.hook is not None:
+            if hook is not None and self._reduced.hook is not None:
                 raise RefusedError(
                     "a hook is already registered: remove it with register_comm_hook(None, None) "
                     "(PyTorch's message: register_comm_hook or register_builtin_comm_hook can only "

@@ -30,14 +30,12 @@ from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.reduced_module import (
     ReducedModule,
-    RegisteredHook,
     StepInfo,
     UnevenInputs,
     UnevenJoin,
     agree_on_rank,
     load_state,
     save_state,
-    skip_if_any,
 )
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer, check_unshared
@@ -192,13 +190,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_bytes_cap = max(SMALLEST_PIECE_BYTES, (options.caps or [BUCKET_BYTES])[-1])
         self._buffers_synced = Buffers(module, ignored)
         self._uneven: UnevenInputs | None = None
-        self._comm_hook = RegisteredHook()
         agreed = {"broadcast_buffers": self.broadcast_buffers, "check_replicas": check_replicas}
         agreed["sync_buffers_in_eval"] = sync_buffers_in_eval
         every = check_interval(check_replicas)
-        self._reduced = ReducedModule(
-            module, group, ignored, options, self._comm_hook, every, agreed
-        )
+        self._reduced = ReducedModule(module, group, ignored, options, every, agreed)
         if init_sync:
             at_start = self.broadcast_buffers or forward_sync_buffers is not None
             buffers = self._buffers_synced.named() if at_start else {}
@@ -431,8 +426,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ArgumentTypeError: `hook` is not a hook.
             ArgumentError: There is no hook of that name, or a `StatefulHook` has another state.
         """
-        self._comm_hook.register(state, hook)
-        self._reduced.apply_hook()
+        self._reduced.register_hook(state, hook)
 
     def comm_hook_state_dict(self) -> dict[str, Any]:
         """Return what the communication hook's state returns from its method `state_dict`.
@@ -602,7 +596,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             >>> run_ranks(main, world_size=2)
             [[0, 2], [0, 2]]
         """
-        return skip_if_any(self.reducer, flag)
+        return self._reduced.skip_if_any(flag)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Return the hook that `Join` runs on a rank that has run out of input."""

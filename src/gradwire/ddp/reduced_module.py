@@ -1,4 +1,4 @@
-"""Communication hook that a module's user has registered."""
+"""Module with its reducer, communication hook and `join()`, and what is agreed before a forward."""
 
 from __future__ import annotations
 
@@ -45,69 +45,8 @@ from gradwire.hooks import (
 )
 
 
-class RegisteredHook:
-    """Communication hook with its state. Copies refer to the same process groups, by name.
-
-    Attributes:
-        hook: Communication hook; None for the mean.
-        state: First argument of the hook.
-    """
-
-    def __init__(self) -> None:
-        self.hook: CommHook | StatefulHook[Any] | None = None
-        self.state: Any = None
-
-    def register(self, state: Any, hook: CommHook | StatefulHook[Any] | str | None) -> None:
-        """See `DistributedDataParallel.register_comm_hook`."""
-        if hook is None and state is not None:
-            raise ArgumentTypeError(
-                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
-                "register_comm_hook(None, None) restores the mean"
-            )
-        chosen = get_hook(hook) if isinstance(hook, str) else hook
-        if chosen is not None:
-            bind_hook(state, chosen)  # raises before anything is changed
-        self.hook, self.state = chosen, state
-
-    def take_state(self, state: Any) -> None:
-        """Take the state after the reducer has replaced the group in it."""
-        if not isinstance(self.hook, StatefulHook):  # has its own state
-            self.state = state
-
-    def averages(self, state: Any, group: ProcessGroup) -> bool:
-        """Return True if all ranks are known to receive the same gradients.
-
-        Args:
-            state: State of the reducer's hook.
-            group: Process group of the reducer.
-        """
-        if self.hook is None:
-            return True
-        other = getattr(state, "process_group", state)
-        averages = self.hook in (all_reduce, bf16, fp16) or (
-            isinstance(self.hook, StatefulHook) and self.hook.averages
-        )
-        return averages and (other is group or not isinstance(other, ProcessGroup))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # the states of PyTorch's hooks do not copy their group: a copy has the default group
-        group = name_if_group(getattr(self.state, "process_group", None))
-        return {**self.__dict__, "state": name_if_group(self.state), "group": group}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        group = group_from(saved.pop("group"))
-        self.__dict__.update(saved)
-        self.state = group_from(self.state)
-        if getattr(self.state, "process_group", group) is not group:
-            self.state.process_group = group
-
-
 def save_state(state: Any) -> dict[str, Any]:
-    """Return the result of the `state_dict` of a hook's state; empty if there is no state.
-
-    Warns:
-        NotSavedWarning: The state has no such method.
-    """
+    """Return the result of the `state_dict` of a hook's state; empty if there is no state."""
     if callable(getattr(state, "state_dict", None)):
         return {"own": state.state_dict()}
     if state is not None and not isinstance(state, ProcessGroup):
@@ -121,11 +60,7 @@ def save_state(state: Any) -> dict[str, Any]:
 
 
 def load_state(state: Any, saved: Mapping[str, Any]) -> None:
-    """Load the result of `save_state`.
-
-    Raises:
-        ArgumentError: There is no state that can load it.
-    """
+    """Load the result of `save_state`."""
     if saved and not callable(getattr(state, "load_state_dict", None)):
         raise ArgumentError(
             f"the communication hook's state is {state!r}, which cannot load the saved one: "
@@ -145,22 +80,16 @@ class ReducedModule:
     """Module with the reducer of its parameters, and the checks before its forwards.
 
     `make_reducer` is called once the parameters have their initial values. A copy has a reducer of
-    its own. A process group is pickled as its name, which all ranks share.
+    its own. Process groups are pickled as their names, which all ranks share.
 
     Args:
-        module: Wrapped module.
-        group: Process group.
-        ignored: Names of parameters that are not reduced.
-        options: Options of the reducer.
-        hook: Communication hook.
         check_replicas: Argument of `DistributedDataParallel`.
         agreed: Arguments that must be equal on all ranks, by name.
 
     Attributes:
-        module: Wrapped module.
-        group: Process group.
         named: Names and parameters that are not ignored.
-        reducer: Reducer of the parameters.
+        hook: Communication hook; None for the mean.
+        hook_state: First argument of the hook.
     """
 
     named: list[tuple[str, Parameter]]
@@ -172,13 +101,13 @@ class ReducedModule:
         group: ProcessGroup,
         ignored: set[str],
         options: ReducerOptions,
-        hook: RegisteredHook,
         check_replicas: int | None,
         agreed: Mapping[str, object],
     ) -> None:
         self.module, self.group, self._ignored = module, group, ignored
-        self._options, self._hook = options, hook
-        self._check_replicas, self._agreed = check_replicas, agreed
+        self._options, self._check_replicas, self._agreed = options, check_replicas, agreed
+        self.hook: CommHook | StatefulHook[Any] | None = None
+        self.hook_state: Any = None
         self._reword: Reword | None = None
 
     @runs_outside_contexts
@@ -196,21 +125,43 @@ class ReducedModule:
         if self._reword is not None:
             self.reducer.reword_unexpected(self._reword)
         self._replicas = Replicas(named, self.reducer)
-        self.apply_hook()
+        self._apply_hook()
 
-    def apply_hook(self) -> None:
-        """Let the reducer use the registered hook from the next forward on."""
-        hook = self._hook.hook
-        if hook is not None or self.reducer.has_hook:
-            self.reducer.register_comm_hook(self._hook.state, hook)
+    def register_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | str | None) -> None:
+        """See `DistributedDataParallel.register_comm_hook`."""
+        if hook is None and state is not None:
+            raise ArgumentTypeError(
+                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
+                "register_comm_hook(None, None) restores the mean"
+            )
+        chosen = get_hook(hook) if isinstance(hook, str) else hook
+        if chosen is not None:
+            bind_hook(state, chosen)  # raises before anything is changed
+        self.hook, self.hook_state = chosen, state
+        self._apply_hook()
+
+    def _apply_hook(self) -> None:
+        if self.hook is not None or self.reducer.has_hook:
+            self.reducer.register_comm_hook(self.hook_state, self.hook)
         self._set_replica_interval()
 
     def _set_replica_interval(self) -> None:
         every = self._check_replicas
         if every is None:
-            averages = self._hook.averages(self.reducer.hook_state, self.group)
-            every = REPLICAS_CHECKED_EVERY if averages else 0
+            every = REPLICAS_CHECKED_EVERY if self._averages() else 0
         self._replicas.every = every
+
+    def _averages(self) -> bool:
+        """Return True if all ranks are known to receive the same gradients."""
+        if self.hook is None:
+            return True
+        if isinstance(self.hook, StatefulHook):
+            averages = self.hook.averages
+        else:
+            averages = self.hook in (all_reduce, bf16, fp16)
+        state = self.reducer.hook_state
+        other = getattr(state, "process_group", state)
+        return averages and (other is self.group or not isinstance(other, ProcessGroup))
 
     def reword_unexpected(self, reword: Reword) -> None:
         """See `Reducer.reword_unexpected`. Copies do not have the function."""
@@ -225,7 +176,8 @@ class ReducedModule:
         """Reduce over another group from now on."""
         self.group = check_group(group)
         self.reducer.replace_group(group)
-        self._hook.take_state(self.reducer.hook_state)
+        if not isinstance(self.hook, StatefulHook):  # which has its own state
+            self.hook_state = self.reducer.hook_state
         self._set_replica_interval()
 
     @runs_outside_contexts
@@ -241,8 +193,15 @@ class ReducedModule:
     ) -> None:
         """Verify that the ranks' models match, and take rank 0's values."""
         FaultDomain.of(self.group).before_others()
-        own = [(name, f"an argument, {value!r}") for name, value in self._agreed.items()]
-        arguments = [*self._options.agreed(), *own]
+        options = self._options
+        given = {
+            **self._agreed,
+            "find_unused_parameters": options.find_unused_parameters,
+            "static_graph": options.static_graph,
+            "skip_all_reduce_unused_params": options.skip_unused,
+            "delay_all_reduce_named_params": sorted(options.delayed),
+        }
+        arguments = [(name, f"an argument, {value!r}") for name, value in given.items()]
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         verify_same(self.group, arguments + both)
         broadcast_values(self.group, [*named, *buffers.items()])
@@ -260,19 +219,47 @@ class ReducedModule:
         self._replicas.verify()
         self._parameter_check.check()
 
+    def skip_if_any(self, flag: bool | Tensor) -> bool:
+        """See `DistributedDataParallel.skip_if_any`."""
+        if not isinstance(flag, bool) and not (isinstance(flag, Tensor) and flag.numel() == 1):
+            raise ArgumentTypeError(f"flag is {flag!r}: pass a bool, or a tensor of one element")
+        domain = FaultDomain.of(self.group)
+        domain.before_others()
+        if self.reducer.shadowed:
+            domain.fail(
+                NotSupportedError(
+                    "skip_if_any() in join(), where a rank has run out of input: that rank waits "
+                    "for a backward. Call it outside of join()"
+                )
+            )
+        flags = torch.tensor([bool(flag)], dtype=torch.int64, device=message_device(self.group))
+        _all_reduce(flags, self.group, dist.ReduceOp.MAX, "skip_if_any()")
+        if skipped := bool(flags):
+            self.reducer.skip()
+        return skipped
+
     # -- copies ----------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state = {n: value for n, value in self.__dict__.items() if n not in NOT_PICKLED}
-        return {**state, "group": name_if_group(self.group), "buckets": self.reducer.buckets}
+        groups = {
+            "group": self.group,
+            "hook_state": self.hook_state,
+            # the states of PyTorch's hooks do not copy their group: a copy has the default group
+            "hook_group": getattr(self.hook_state, "process_group", None),
+        }
+        state.update((name, name_if_group(value)) for name, value in groups.items())
+        return {**state, "buckets": self.reducer.buckets}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        buckets = state.pop("buckets")
-        self.__dict__.update(state)
-        self.group, self._reword = group_from(self.group), None
+        buckets, hook_group = state.pop("buckets"), group_from(state.pop("hook_group"))
+        self.__dict__.update(state, _reword=None)
+        self.group, self.hook_state = group_from(self.group), group_from(self.hook_state)
+        if getattr(self.hook_state, "process_group", hook_group) is not hook_group:
+            self.hook_state.process_group = hook_group
         self.make_reducer()
         names = [sorted(chain(*each)) for each in (buckets, self.reducer.buckets)]
-        if self._hook.hook is not None and names[0] == names[1]:
+        if self.hook is not None and names[0] == names[1]:
             self.reducer.set_layout(buckets)  # the hook's state may be kept by bucket
 
 
@@ -285,19 +272,12 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The next forward and backward of ranks that still have input.
+    """The next forward and backward of ranks that still have input."""
 
-    Attributes:
-        ranks: Number of these ranks; 0 on a rank that has joined.
-        reduce: True if they reduce gradients.
-        sync_buffers: True if they synchronize buffers before the forward.
-        merge_buffers: True if they synchronize buffers after the forward.
-    """
-
-    ranks: int = 0
+    ranks: int = 0  # number of these ranks; 0 on a rank that has joined
     reduce: bool = False
-    sync_buffers: bool = False
-    merge_buffers: bool = False
+    sync_buffers: bool = False  # before the forward
+    merge_buffers: bool = False  # after the forward
 
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
@@ -321,9 +301,10 @@ def _all_reduce(
 class UnevenInputs(JoinHook):
     """One `join()` of a wrapped module: its steps, and the hook of a rank that has joined.
 
+    In PyTorch's `Join`, each forward begins with one all_reduce. From it, ranks that have joined
+    learn the next step of the others, and all ranks learn how many are left.
+
     Args:
-        reduced: Wrapped module.
-        buffers: Its buffers.
         broadcast_buffers: True if ranks that have joined take the buffers of the others at the end.
         divide: `divide_by_initial_world_size` of `DistributedDataParallel.join`.
 
@@ -339,11 +320,7 @@ class UnevenInputs(JoinHook):
         self.root = -1
 
     def next_step(self, own: StepInfo) -> StepInfo:
-        """Exchange the next step of the ranks that still have input, among all ranks.
-
-        Raises:
-            MismatchError: Their next steps differ. Raised on every rank.
-        """
+        """Exchange the next step of the ranks that still have input; raise if theirs differ."""
         group = self._reduced.group
         sums = torch.tensor(astuple(own), dtype=torch.int64, device=message_device(group))
         _all_reduce(sums, group)
@@ -401,24 +378,3 @@ class UnevenJoin(Join):
         count = torch.zeros(1, dtype=dtype, device=self._device)
         _all_reduce(count, self._process_group)
         return int(count)
-
-
-def skip_if_any(reducer: Reducer, flag: bool | Tensor) -> bool:
-    """See `DistributedDataParallel.skip_if_any`."""
-    if not isinstance(flag, bool) and not (isinstance(flag, Tensor) and flag.numel() == 1):
-        raise ArgumentTypeError(f"flag is {flag!r}: pass a bool, or a tensor of one element")
-    group = reducer.group
-    domain = FaultDomain.of(group)
-    domain.before_others()
-    if reducer.shadowed:
-        domain.fail(
-            NotSupportedError(
-                "skip_if_any() in join(), where a rank has run out of input: that rank waits for "
-                "a backward. Call it outside of join()"
-            )
-        )
-    flags = torch.tensor([bool(flag)], dtype=torch.int64, device=message_device(group))
-    _all_reduce(flags, group, dist.ReduceOp.MAX, "skip_if_any()")
-    if skipped := bool(flags):
-        reducer.skip()
-    return skipped
