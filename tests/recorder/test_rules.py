@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradwire.recorder.verdict import Kind, explain
-from gradwire.recorder.verdict.rules import RULES
+from gradwire.recorder.verdict.rules import ABSENCES, CAUSES
 
 SECOND = 1_000_000_000
 FILE = "/home/me/train.py"
@@ -85,10 +85,11 @@ LAST = call(4, 4, done=False)
 
 
 def test_table():
-    names = [rule.name for rule in RULES]
-    assert len(set(names)) == len(names)
-    assert {name for rule in RULES for name in rule.unless} <= set(names)
-    assert all(rule.needs and rule.confidence and rule.role for rule in RULES)
+    rules = (*CAUSES, *ABSENCES)
+    names = {rule.name for rule in rules}
+    assert len(names) == len(rules)
+    assert {name for rule in rules for name in rule.unless} <= names
+    assert all(rule.find.__doc__ for rule in rules)
 
 
 def test_minority_with_one_call_more_is_named(run):
@@ -171,7 +172,7 @@ def test_exit_with_a_code_names_line_and_text(run, code):
     run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND), exit=exit_)
     run.exits(r1=code)
     found = run.verdict()
-    assert (found.ranks, found.places) == ((1,), (f"{FILE}:33",))
+    assert (found.ranks, found.places) == ((1,), [f"{FILE}:33"])
     assert "called sys.exit at train.py:33" in found.summary
     assert "no data" in found.summary
 

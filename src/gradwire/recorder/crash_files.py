@@ -1,4 +1,4 @@
-"""End of this process: files that outlive any end of it, and notes on `sys.exit` and `os._exit`.
+"""End of this process: files that outlive it, and notes on `sys.exit` and `os._exit`.
 
 The report of crashes is named after the process until its rank is known, and the others do not
 exist before: child processes of a rank, which inherit its environment, leave none.

@@ -10,7 +10,7 @@ import os
 import pickle
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar
@@ -57,13 +57,20 @@ class ErrorRecord:
     parameters: list[str]
     time: int
     lines: list[Line]
-    chain: list[str]
-    waited: bool
-    call: str
-    values: dict[int, str]
-    own: bool
-    raised: bool
-    reported: list[int]
+    chain: list[str] = field(default_factory=list)
+    waited: bool = False
+    call: str = ""
+    values: dict[int, str] = field(default_factory=dict)
+    own: bool = False
+    raised: bool = False
+    reported: list[int] = field(default_factory=list)
+
+    def text(self, length: int = 600) -> str:
+        """Return the message in one line, shortened in its middle: it ends with why."""
+        text = " ".join(self.message.split())
+        if len(text) <= length:
+            return text
+        return f"{text[: length * 2 // 3]} … {text[-length // 3 :]}"
 
 
 # A pickle can call any function while it is loaded, and a dump may come from somebody else: all

@@ -1,6 +1,6 @@
 """Verdict on a directory of dumps: the rank and the cause.
 
-`reading` loads the dumps, `evidence` derives facts from them, and the table in `rules` decides.
+`dumps` reads them, `evidence` derives facts from them, and the table in `rules` decides.
 If nothing failed, `slow` looks for slow ranks and transfers.
 """
 
@@ -31,12 +31,13 @@ def explain(directory: Path, prefix: str | None = None, *, live: bool = False) -
     evidence = Evidence(dumps)
     if live and evidence.makes_progress():
         text = "the ranks run, and none has waited for another for more than a second"
-        findings = [Finding(Kind.NOTHING, (), text, evidence.where_ranks_are())]
+        calls = [evidence.last_call(rank) for rank in dumps.ranks]
+        findings = [Finding(Kind.NOTHING, (), text, details=calls)]
     else:
         findings = find_failures(evidence) or find_slow(dumps)
     if not findings:
-        calls = sum(len(of) for dump in dumps.ranks.values() for of in dump.calls.values())
-        text = f"nothing failed: all ranks made the same calls, and none was late ({calls} calls)"
+        count = sum(len(of) for dump in dumps.ranks.values() for of in dump.calls.values())
+        text = f"nothing failed: all ranks made the same calls, and none was late ({count} calls)"
         findings = [Finding(Kind.NOTHING, (), text)]
     return Verdict(findings, len(dumps.world), sorted(dumps.ranks), _notes(dumps))
 

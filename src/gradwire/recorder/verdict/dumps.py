@@ -1,4 +1,7 @@
-"""Contents of dumps, as plain records that can be compared."""
+"""Contents of a directory of dumps, written by gradwire or by torch's flight recorder.
+
+Dumps may come from somebody else: fields of wrong types are errors of the dump.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,37 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.files import FIRST, PREFIX, RING, STACKS, load, read_ring
+from gradwire.recorder.files import FIRST, PREFIX, RING, STACKS, ErrorRecord, load, read_ring
 
+_MOST_RANKS = 1 << 20  # limit for damaged dumps
+_NAME = re.compile(r"(.*?)(\d+)")
+_CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_NOT_DUMPS = (FIRST, RING.format(""))
+_CORES = {
+    "_all_gather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "all_reduce_barrier": "barrier",
+}
 _UNEVEN = {"all_to_all", "all_to_all_single", "all_gather", "gather", "scatter", "reduce_scatter"}
+_BYTES = {
+    **dict.fromkeys(("Byte", "Char", "Bool"), 1),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+Frame = Mapping[str, Any]
+"""Line of a stack: keys "filename", "line", "name", and "user" if that was recorded."""
+_T = TypeVar("_T")
+
+
+# -- contents ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,7 +51,7 @@ class Call:
         number: Number of the collective in the group.
         op: Name of the operation.
         sizes, dtypes: Sizes and dtypes of the tensors sent.
-        filename, line, function: Line that called it; "" if unknown.
+        frame: Line that called it; its "filename" is "" if unknown.
         done: True if it has ended without an error.
         created, started, ended: Wall-clock times in ns; 0 if not yet.
         waits: Time spent waiting for each global rank, in ns.
@@ -41,9 +65,7 @@ class Call:
     op: str
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    filename: str
-    line: int
-    function: str
+    frame: Frame
     done: bool
     created: int
     started: int
@@ -54,9 +76,14 @@ class Call:
     error: str
 
     @property
-    def place(self) -> tuple[str, int]:
-        """File and line."""
-        return self.filename, self.line
+    def place(self) -> str:
+        """File and line, as "file:line"."""
+        return f"{self.frame['filename']}:{self.frame['line']}"
+
+    @property
+    def site(self) -> tuple[str, str]:
+        """Operation and line."""
+        return self.op, self.place
 
     @property
     def what(self) -> tuple[Any, ...]:
@@ -67,34 +94,7 @@ class Call:
     def nbytes(self) -> int:
         """Number of bytes sent."""
         width = _BYTES.get(self.dtypes[0], 4) if self.dtypes else 0
-        return sum(_product(size) for size in self.sizes) * width
-
-
-_BYTES = {
-    **dict.fromkeys(("Byte", "Char", "Bool"), 1),
-    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
-    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
-    "ComplexDouble": 16,
-}
-
-
-@dataclass(frozen=True)
-class Event:
-    """Error of a rank, with the fields of `recorder.events.Event` and wall-clock time in ns."""
-
-    kind: str
-    type: str
-    message: str
-    parameters: tuple[str, ...]
-    time: int
-    lines: tuple[dict[str, Any], ...]
-    chain: tuple[str, ...] = ()
-    waited: bool = False
-    call: str = ""
-    values: Mapping[int, str] = field(default_factory=dict)
-    own: bool = False
-    raised: bool = False
-    reported: tuple[int, ...] = ()
+        return sum(map(prod, self.sizes)) * width
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class ExitCall:
     how: str
     code: int
     text: str
-    time: int
-    lines: tuple[dict[str, Any], ...]
+    lines: list[Frame]
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,10 @@ class Crash:
     """
 
     why: str
-    frames: list[dict[str, Any]]
+    frames: list[Frame]
     time: int
-    in_main: bool = True
-    in_python: bool = True
+    in_main: bool
+    in_python: bool
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,13 @@ class Trace:
         beat: Last time when Python ran in it.
         counts: Number of collectives of each group at that time.
         stack: Frames of the main thread at that time, innermost first.
-        calls: Last calls, with keys "group", "number", "op", "sizes", "dtype", "line", "begin",
-            "end".
+        calls: Last calls, with keys "number", "op", "line", "begin", "end".
     """
 
     pid: int
     beat: int
     counts: Mapping[str, int]
-    stack: list[dict[str, Any]]
+    stack: list[Frame]
     calls: list[dict[str, Any]]
 
 
@@ -169,60 +167,54 @@ class Start:
     rank: int
     pid: int
     host: str
-    launch: Mapping[str, str]
-    was: Mapping[str, str] = field(default_factory=dict)
+    launch: dict[str, str]
+    was: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class RankDump:
-    """Dump of one rank.
+    """Dump of one rank; attributes that are not described are fields of the dump.
 
     Attributes:
-        rank: Rank that wrote it.
         calls: Collectives by group, in order.
         events: Errors, in order.
         stack: Stack of the main thread when the dump was written, innermost frame first.
         reason: Reason for writing it; "" in dumps of torch's recorder.
         peers: States of other ranks' processes at that time.
-        taken: Time of writing; 0 if unknown.
-        alive: Times when other ranks' processes were last seen alive.
+        peers_alive_ns: Times when other ranks' processes were last seen alive.
         clock: Name of the clock, equal for ranks whose times are comparable; "" if unknown.
         exit: Last call of `sys.exit` or `os._exit`; None if there was none.
-        kernel: System call of the main thread and of child processes, as `recorder.kernel` returns.
+        kernel: System call of the main thread and of child processes.
         pauses: Long garbage collections: begin and duration, in ns.
         silences: Times in which no Python ran: begin, end, and CPU time used, in ns.
-        host, pid: Process that wrote it.
-        ended: Time when its exit handlers ran; 0 if they have not.
+        ended_ns: Time when its exit handlers ran; 0 if they have not.
         not_finite: Tensors with NaN or infinity that it was about to send, if that was checked.
     """
 
-    rank: int
-    calls: dict[str, list[Call]]
-    events: list[Event] = field(default_factory=list)
-    stack: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
     peers: dict[int, str] = field(default_factory=dict)
-    taken: int = 0
-    alive: dict[int, int] = field(default_factory=dict)
+    taken_ns: int = 0
+    peers_alive_ns: dict[int, int] = field(default_factory=dict)
     clock: str = ""
     exit: ExitCall | None = None
-    kernel: Mapping[str, Any] = field(default_factory=dict)
-    pauses: list[tuple[int, int]] = field(default_factory=list)
-    silences: list[tuple[int, int, int]] = field(default_factory=list)
+    kernel: dict[str, Any] = field(default_factory=dict)
+    pauses: list[tuple[int, ...]] = field(default_factory=list)
+    silences: list[tuple[int, ...]] = field(default_factory=list)
     host: str = ""
     pid: int = 0
-    ended: int = 0
+    began_ns: int = 0
+    ended_ns: int = 0
+    world_size: int = 0
     not_finite: list[dict[str, Any]] = field(default_factory=list)
+    events: list[ErrorRecord] = field(default_factory=list)
+    stack: list[Frame] = field(default_factory=list)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
 
     @property
     def pending(self) -> list[Call]:
         """Collectives that have not ended, oldest first."""
         waiting = [call for calls in self.calls.values() for call in calls if not call.done]
         return sorted(waiting, key=lambda call: call.created)
-
-    def waits_in(self, group: str) -> bool:
-        """Return True if a collective of a group has not ended."""
-        return any(call.group == group for call in self.pending)
 
 
 @dataclass
@@ -232,11 +224,10 @@ class Dumps:
     Attributes:
         ranks: Dumps by rank.
         groups: Global ranks of each group.
-        descriptions: Descriptions of the groups.
         world: All ranks of the job.
+        messages: Messages between two ranks, each with the rank that recorded it.
         exits: Exits of processes, by rank; empty if no launcher noted them.
         crashes: Crashes in C, by rank.
-        messages: Messages between two ranks, each with the rank that recorded it.
         traces: Contents of ring files, by rank.
         stacks: Stacks of the main threads of ranks that did not answer a request, by rank.
         kernel: Kernel's view of these ranks' processes, by rank.
@@ -248,13 +239,12 @@ class Dumps:
 
     ranks: dict[int, RankDump]
     groups: dict[str, list[int]]
-    descriptions: dict[str, str]
     world: list[int]
-    exits: dict[int, Exit]
-    crashes: dict[int, Crash]
     messages: list[tuple[int, dict[str, Any]]]
+    exits: dict[int, Exit] = field(default_factory=dict)
+    crashes: dict[int, Crash] = field(default_factory=dict)
     traces: dict[int, Trace] = field(default_factory=dict)
-    stacks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    stacks: dict[int, list[Frame]] = field(default_factory=dict)
     kernel: dict[int, dict[str, Any]] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     first: Callable[[int], RankDump | None] = lambda rank: None
@@ -274,22 +264,7 @@ class Dumps:
         return dict(sorted(found.items()))
 
 
-def _product(size: Sequence[int]) -> int:
-    product = 1
-    for n in size:
-        product *= n
-    return product
-
-
-_MOST_RANKS = 1 << 20  # limit for damaged dumps
-_NAME = re.compile(r"(.*?)(\d+)")
-_CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-_NOT_DUMPS = (FIRST, RING.format(""))
-_CORES = {
-    "_all_gather_base": "all_gather_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "all_reduce_barrier": "barrier",
-}
+# -- the directory -------------------------------------------------------------------------------
 
 
 def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
@@ -307,176 +282,118 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
             f"directory is {str(directory)!r}, which is not a directory: pass the one that ranks "
             "wrote to"
         )
-    found = _files(directory, prefix)
-    if not found:
+    candidates: dict[str, dict[int, Path]] = {}
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        other = match and prefix is None and match[1] in _NOT_DUMPS
+        if match and not other and path.is_file() and prefix in (None, match[1]):
+            candidates.setdefault(match[1], {})[int(match[2])] = path
+    if not candidates:
         raise ArgumentError(
             f"{str(directory)!r} has no dumps: files are named <prefix><rank>, such as rank_0 or "
             "nccl_trace_rank_0"
         )
     errors: list[ArgumentError] = []
-    for files in found:
-        records, damaged = {}, {}
+    for files in sorted(candidates.values(), key=len, reverse=True):
+        records, ranks, damaged = {}, {}, []
         for rank, path in sorted(files.items()):
             try:
-                records[rank] = _checked(path, rank)
+                records[rank], ranks[rank] = _checked(path, rank)
             except ArgumentError as error:
-                damaged[rank] = error
-        if records:
-            earlier = _of_earlier_run(records)
-            dumps = _dumps({r: d for r, d in records.items() if r not in earlier}, directory)
-            dumps.damaged, dumps.earlier = sorted(damaged), earlier
-            if prefix in (None, PREFIX):
-                _add_what_outlives(dumps, directory)
+                damaged.append(rank)
+                errors.append(error)
+        if ranks:
+            newest = max(ranks.values(), key=lambda dump: dump.taken_ns)
+            # ranks that exist in an earlier run with another world size, too, have replaced theirs
+            earlier = [
+                rank
+                for rank, dump in sorted(ranks.items())
+                if dump.world_size != newest.world_size
+                and dump.clock == newest.clock
+                and dump.taken_ns < newest.began_ns
+            ]
+            kept = {rank: dump for rank, dump in ranks.items() if rank not in earlier}
+            dumps = _combined({rank: records[rank] for rank in kept}, kept)
+            dumps.damaged, dumps.earlier = damaged, earlier
+            _add_files(dumps, directory, outliving=prefix in (None, PREFIX))
             return dumps
-        errors += damaged.values()
     raise errors[0]
 
 
-def _of_earlier_run(records: Mapping[int, dict[str, Any]]) -> list[int]:
-    """Return ranks of an earlier run with another world size, which ended before the newest began.
-
-    Ranks that exist in both runs have replaced their dumps.
-    """
-    extras = {rank: record.get("gradwire", {}) for rank, record in records.items()}
-    newest = max(extras.values(), key=lambda extra: int(extra.get("taken_ns", 0)))
-    return [
-        rank
-        for rank, extra in sorted(extras.items())
-        if extra.get("world_size") != newest.get("world_size")
-        and extra.get("clock") == newest.get("clock")
-        and int(extra.get("taken_ns", 0)) < int(newest.get("began_ns", 0))
-    ]
-
-
-def _checked(path: Path, rank: int) -> dict[str, Any]:
+def _checked(path: Path, rank: int) -> tuple[dict[str, Any], RankDump]:
     """Load a dump and check it on its own, so that a damaged one does not hide the others."""
     record = load(path)
     try:
-        _of_earlier_run({rank: record})
-        _dumps({rank: record})
+        dump = _rank(record)
+        _combined({rank: record}, {rank: dump})
     except Exception as error:  # damaged dumps raise errors of any type, such as OverflowError
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
-    return record
+    return record, dump
 
 
-def _files(directory: Path, prefix: str | None) -> list[dict[int, Path]]:
-    """Return candidate files by rank, grouped by prefix, the most common prefix first."""
-    found: dict[str, dict[int, Path]] = {}
-    for path in directory.iterdir():
-        match = _NAME.fullmatch(path.name)
-        other = match and prefix is None and match[1] in _NOT_DUMPS
-        if match and not other and path.is_file() and prefix in (None, match[1]):
-            found.setdefault(match[1], {})[int(match[2])] = path
-    return sorted(found.values(), key=len, reverse=True)
-
-
-def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None) -> Dumps:
-    """Combine the records of ranks with the files of launchers and of faulthandler."""
-    groups, descriptions = _groups(records)
-    extras = [record.get("gradwire", {}) for record in records.values()]
-    sizes = [extra.get("world_size") or 0 for extra in extras]
-    in_groups = {rank for ranks in groups.values() for rank in ranks}
-    exits, (crashes, nameless) = _exits(directory), _crashes(directory)
-    world = {*range(min(max(sizes, default=0), _MOST_RANKS)), *in_groups, *records, *exits}
-    silent = [r for r in world - records.keys() if not _files_of(directory, f"process-{r}.json")]
-    if len(silent) == len(nameless) == 1:  # only this rank can have crashed before it had a rank
-        crashes[silent[0]] = nameless[0]
-    messages = [
-        (rank, _message(message))
-        for rank, record in records.items()
-        for message in record.get("gradwire", {}).get("messages", ())
-    ]
-    ranks = {rank: _rank(rank, record) for rank, record in records.items()}
-    return Dumps(ranks, groups, descriptions, sorted(world), exits, crashes, messages)
-
-
-def _groups(records: Mapping[int, Any]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Return the ranks of groups, from the dumps' configuration or else from recorded calls."""
+def _combined(records: Mapping[int, Mapping[str, Any]], ranks: dict[int, RankDump]) -> Dumps:
+    """Combine ranks' dumps; groups are those of the configuration, or else of recorded calls."""
     groups: dict[str, list[int]] = {}
-    descriptions: dict[str, str] = {}
-    callers: dict[str, set[int]] = {}
+    default, callers = set[str](), dict[str, set[int]]()
+    messages = []
     for rank, record in records.items():
         for name, config in record.get("pg_config", {}).items():
-            ranks = [int(r) for r in ast.literal_eval(_text(config["ranks"]))]
-            if ranks and name:
-                groups[name], descriptions[name] = ranks, _text(config["desc"])
+            members = [int(r) for r in ast.literal_eval(_text(config["ranks"]))]
+            if members and name:
+                groups[name] = members
         for entry in record.get("entries", ()):
             name, desc = map(_text, entry["process_group"])
-            callers.setdefault(name, set()).add(rank)
-            descriptions.setdefault(name, desc)
+            if callers.setdefault(name, set()) == set() and desc == "default_pg":
+                default.add(name)
+            callers[name].add(rank)
+        for message in record.get("gradwire", {}).get("messages", ()):
+            found: dict[str, Any] = {name: _text(message[name]) for name in ("op", "state")}
+            found |= {"peer": int(message["peer"]), "frame": _frame(message["frames"][0])}
+            messages.append((rank, found))
     for name, called in callers.items():
-        whole = set(records) if descriptions[name] == "default_pg" else called
-        groups.setdefault(name, sorted(whole))
-    return groups, descriptions
+        groups.setdefault(name, sorted(records if name in default else called))
+    size = max((dump.world_size for dump in ranks.values()), default=0)
+    in_groups = {rank for members in groups.values() for rank in members}
+    world = {*range(min(size, _MOST_RANKS)), *in_groups, *ranks}
+    return Dumps(ranks, groups, sorted(world), messages)
 
 
-def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
-    calls: dict[str, list[Call]] = {}
+def _rank(record: Mapping[str, Any]) -> RankDump:
+    extra = record.get("gradwire", {})
+    dump = _read(RankDump, {k: v for k, v in extra.items() if v is not None and k != "events"})
+    dump.stack = [_frame(frame) for frame in next(iter(extra.get("threads", {}).values()), ())]
+    for event in extra.get("events", ()):
+        dump.events.append(_read(ErrorRecord, event))
+        dump.events[-1].time += int(extra.get("wall_ns", 0))
     for entry in record.get("entries", ()):
         if not entry.get("is_p2p"):
             call = _call(entry)
-            of_group = calls.setdefault(call.group, [])
+            of_group = dump.calls.setdefault(call.group, [])
             if of_group and of_group[-1].number >= call.number:
                 if of_group[-1].number == call.number:  # part of a coalesced call
                     continue
                 of_group.clear()  # an earlier group of this name
             of_group.append(call)
-    extra = record.get("gradwire", {})
-    wall = int(extra.get("wall_ns", 0))
-    return RankDump(
-        rank,
-        calls,
-        [_event(event, wall) for event in extra.get("events", ())],
-        [_frame(frame) for frame in next(iter(extra.get("threads", {}).values()), ())],
-        _text(extra.get("reason", "")),
-        {int(peer): _text(state) for peer, state in extra.get("peers", {}).items()},
-        int(extra.get("taken_ns", 0)),
-        {int(peer): int(seen) for peer, seen in extra.get("peers_alive_ns", {}).items()},
-        _text(extra.get("clock", "")),
-        _exit_call(extra.get("exit")),
-        extra.get("kernel") or {},
-        [(int(at), int(took)) for at, took in extra.get("pauses", ())],
-        [(int(a), int(b), int(cpu)) for a, b, cpu in extra.get("silences", ())],
-        _text(extra.get("host", "")),
-        int(extra.get("pid", 0)),
-        int(extra.get("ended_ns", 0)),
-        [dict(each) for each in extra.get("not_finite", ())],
-    )
-
-
-def _exit_call(found: Mapping[str, Any] | None) -> ExitCall | None:
-    if found is None:
-        return None
-    return ExitCall(
-        _text(found["how"]),
-        int(found["code"]),
-        _text(found["text"]),
-        int(found["time"]),
-        tuple(_frame(line) for line in found["lines"]),
-    )
+    return dump
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
     profiled = _text(entry["profiling_name"])
     name = profiled.partition(":")[2] or profiled
-    frame = _frame((entry.get("frames") or [{"filename": "", "line": 0, "name": ""}])[0])
     step = entry.get("step")
-    ended = entry.get("time_discovered_completed_ns") or 0
     return Call(
         _text(entry["process_group"][0]),
         int(entry["collective_seq_id"]),
         _text(entry.get("op", _CORES.get(name, name))),
         tuple(tuple(int(n) for n in size) for size in entry["input_sizes"]),
         tuple(dict.fromkeys(_text(dtype) for dtype in entry.get("input_dtypes", ()))),
-        frame["filename"],
-        frame["line"],
-        frame["name"],
+        _frame((entry.get("frames") or [{"filename": "", "line": 0, "name": ""}])[0]),
         entry["state"] == "completed" or (bool(entry.get("retired")) and not entry.get("error")),
         int(entry["time_created_ns"]),
         int(entry.get("time_discovered_started_ns") or 0),
-        int(ended),
+        int(entry.get("time_discovered_completed_ns") or 0),
         {int(r): int(waited) for r, waited in entry.get("waits_ns", {}).items()},
         tuple(_text(name) for name in entry.get("parameters", ())),
         None if step is None else int(step),
@@ -484,32 +401,10 @@ def _call(entry: Mapping[str, Any]) -> Call:
     )
 
 
-def _event(event: Mapping[str, Any], wall: int) -> Event:
-    return Event(
-        _text(event["kind"]),
-        _text(event["type"]),
-        _text(event["message"]),
-        tuple(_text(name) for name in event["parameters"]),
-        int(event["time"]) + wall,
-        tuple(_frame(line) for line in event["lines"]),
-        tuple(_text(name) for name in event.get("chain", ())),
-        bool(event.get("waited")),
-        _text(event.get("call", "")),
-        {int(rank): _text(value) for rank, value in event.get("values", {}).items()},
-        bool(event.get("own")),
-        bool(event.get("raised")),
-        tuple(int(rank) for rank in event.get("reported", ())),
-    )
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message between two ranks."""
-    return {
-        "op": _text(message["op"]),
-        "peer": int(message["peer"]),
-        "state": _text(message["state"]),
-        "frames": [_frame(message["frames"][0])],
-    }
+def _read(cls: type[_T], found: Mapping[str, Any]) -> _T:
+    """Make a dataclass of a dict, whose values must have the fields' types."""
+    kinds = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: _READ[kinds[name]](found[name]) for name in kinds if name in found})
 
 
 def _frame(frame: Mapping[str, Any]) -> dict[str, Any]:
@@ -525,29 +420,91 @@ def _text(value: object) -> str:
     return value
 
 
-def _files_of(directory: Path | None, pattern: str) -> list[Path]:
-    return [] if directory is None else list(directory.glob(pattern))
+_READ: dict[Any, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": int,
+    "str": _text,
+    "list[int]": lambda found: [int(each) for each in found],
+    "list[str]": lambda found: [_text(each) for each in found],
+    "list[Frame]": lambda found: [_frame(each) for each in found],
+    "list[Line]": lambda found: [_frame(each) for each in found],
+    "list[tuple[int, ...]]": lambda found: [tuple(int(n) for n in each) for each in found],
+    "list[dict[str, Any]]": lambda found: [dict(each) for each in found],
+    "dict[int, int]": lambda found: {int(key): int(value) for key, value in found.items()},
+    "dict[int, str]": lambda found: {int(key): _text(value) for key, value in found.items()},
+    "dict[str, str]": lambda found: {_text(key): _text(value) for key, value in found.items()},
+    "dict[str, Any]": dict,
+    "ExitCall | None": lambda found: _read(ExitCall, found),
+}
+"""Conversion of a field of a dump, by the annotation of the attribute."""
 
 
-def _exits(directory: Path | None) -> dict[int, Exit]:
-    """Return the exits that launchers noted, one file per host."""
-    paths = _files_of(directory, "exits-*.json")
-    return {rank: exit_ for path in paths for rank, exit_ in _json(path).items()}
+# -- files that do not depend on a rank's cooperation --------------------------------------------
 
 
-def _json(path: Path) -> dict[int, Exit]:
-    """Read a launcher's file; return an empty dict if it is invalid."""
-    try:
-        found = json.loads(path.read_text())
-        return {
-            int(rank): Exit(int(e["code"]), int(e["time"]), bool(e.get("oom_killed")))
-            for rank, e in found.items()
-        }
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return {}
+def _add_files(dumps: Dumps, directory: Path, *, outliving: bool) -> None:
+    """Add the files of launchers and of faulthandler, and those that outlive the ranks."""
+    for path in directory.glob("exits-*.json"):  # one a host
+        with contextlib.suppress(*_INVALID):
+            found = json.loads(path.read_text())
+            dumps.exits |= {int(rank): _read(Exit, exit_) for rank, exit_ in found.items()}
+    dumps.world = sorted({*dumps.world, *dumps.exits})
+    nameless = []
+    for path in directory.glob("crash-*.txt"):
+        crash = _crash(path)
+        number = path.stem.partition("-")[2]
+        if crash is not None and number.isdecimal():
+            dumps.crashes[int(number)] = crash
+        elif crash is not None:
+            nameless.append(crash)
+    silent = {*dumps.world} - {*dumps.ranks}
+    silent = {r for r in silent if not (directory / f"process-{r}.json").exists()}
+    if len(silent) == len(nameless) == 1:  # only this rank can have crashed before it had a rank
+        dumps.crashes[silent.pop()] = nameless[0]
+    if not outliving:
+        return
+    for rank in dumps.world:
+        ring = read_ring(directory / RING.format(rank))
+        if ring is not None:
+            state = ring["state"]
+            counts = {str(name): int(n) for name, n in state.get("counts", {}).items() if n}
+            stack = list(state.get("stack", ()))
+            dumps.traces[rank] = Trace(ring["pid"], ring["beat"], counts, stack, ring["calls"])
+        with contextlib.suppress(OSError):
+            stacks = parse_stacks((directory / STACKS.format(rank)).read_text(errors="replace"))
+            if stacks and stacks[-1][1]:
+                dumps.stacks[rank] = stacks[-1][1]
+        with contextlib.suppress(OSError, ValueError):
+            dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
+    for path in directory.glob("start-*.json"):
+        with contextlib.suppress(*_INVALID):
+            dumps.starts.append(_read(Start, json.loads(path.read_text())))
+
+    def first(rank: int) -> RankDump | None:
+        with contextlib.suppress(OSError, ArgumentError):
+            return _checked(directory / f"{FIRST}{rank}", rank)[1]
+        return None
+
+    dumps.first = first
 
 
-def parse_stacks(text: str) -> list[tuple[bool, list[dict[str, Any]]]]:
+_INVALID = (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError)
+"""Errors of a file that is not what its name says."""
+
+
+def _crash(path: Path) -> Crash | None:
+    text = path.read_text(errors="replace")
+    stacks = parse_stacks(text) if text.strip() else []
+    if not stacks:
+        return None
+    current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
+    at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
+    why = text.splitlines()[0].removeprefix("Fatal Python error: ")
+    in_main = at == len(stacks) - 1
+    return Crash(why, stacks[at][1], path.stat().st_mtime_ns, in_main, bool(current))
+
+
+def parse_stacks(text: str) -> list[tuple[bool, list[Frame]]]:
     """Return the stacks in a report of faulthandler: if it is the current thread, and its frames.
 
     Frames are innermost first; the main thread comes last.
@@ -565,60 +522,3 @@ def parse_stacks(text: str) -> list[tuple[bool, list[dict[str, Any]]]]:
         )
         for name, content in zip(parts[1::2], parts[2::2], strict=True)
     ]
-
-
-def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
-    """Read faulthandler's reports: by rank, and of processes that had no rank yet."""
-    found: dict[int, Crash] = {}
-    nameless = []
-    for path in _files_of(directory, "crash-*.txt"):
-        number = path.stem.partition("-")[2]
-        text = path.read_text(errors="replace")
-        stacks = parse_stacks(text) if text.strip() else []
-        if not stacks:
-            continue
-        current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
-        at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
-        why = text.splitlines()[0].removeprefix("Fatal Python error: ")
-        main = at == len(stacks) - 1
-        crash = Crash(why, stacks[at][1], path.stat().st_mtime_ns, main, bool(current))
-        if number.isdecimal():
-            found[int(number)] = crash
-        else:
-            nameless.append(crash)
-    return found, nameless
-
-
-def _first(directory: Path, rank: int) -> RankDump | None:
-    """Read the dump of a rank's first failure."""
-    with contextlib.suppress(OSError, ArgumentError):
-        return _rank(rank, _checked(directory / f"{FIRST}{rank}", rank))
-    return None
-
-
-def _add_what_outlives(dumps: Dumps, directory: Path) -> None:
-    """Add the files that do not depend on a rank's cooperation."""
-    for rank in dumps.world:
-        ring = read_ring(directory / RING.format(rank))
-        if ring is not None:
-            state = ring["state"]
-            dumps.traces[rank] = Trace(
-                ring["pid"],
-                ring["beat"],
-                {str(name): int(n) for name, n in state.get("counts", {}).items() if n is not None},
-                list(state.get("stack", ())),
-                ring["calls"],
-            )
-        with contextlib.suppress(OSError):
-            stacks = parse_stacks((directory / STACKS.format(rank)).read_text(errors="replace"))
-            if stacks and stacks[-1][1]:
-                dumps.stacks[rank] = stacks[-1][1]
-        with contextlib.suppress(OSError, ValueError):
-            dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
-    dumps.first = partial(_first, directory)
-    for path in _files_of(directory, "start-*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            found = json.loads(path.read_text())
-            launch = {str(name): str(value) for name, value in found["launch"].items()}
-            was = {str(name): str(value) for name, value in found.get("was", {}).items()}
-            dumps.starts.append(Start(found["rank"], found["pid"], str(found["host"]), launch, was))

@@ -1,4 +1,4 @@
-"""Differences between the calls of ranks: another call, other sizes, or one that was skipped."""
+"""Ranks that differ or failed: another call, another value, an error, NaN, an interrupt."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-from gradwire._processes import ENDED
-from gradwire.recorder.verdict.dumps import Call, Dumps, Event
+from gradwire.recorder.files import ErrorRecord
+from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.evidence import (
-    LONG_NS,
     UNCLEAR,
     Evidence,
     Finding,
     Kind,
     at_line,
-    consequences,
-    last_of,
+    list_names,
     list_ranks,
     name_call,
-    on_host,
-    places_of,
-    shortened,
+    place_of,
     swallowing_handler,
+    unique,
     was_interrupted,
 )
 
@@ -39,7 +35,13 @@ _CONDITIONS = (
     "look for a condition on the rank or on its data before these lines",
     "look for iteration over a set, whose order differs between processes: sort it",
 )
+_SKIP_IF_ANY = "leave the step out on all ranks: skip_if_any of DistributedDataParallel"
 _TIMES = 2  # on each rank, before anything is expected
+_NUMBER = re.compile(r"\d+")
+_TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
+
+
+# -- other calls ---------------------------------------------------------------------------------
 
 
 def find_mismatch(evidence: Evidence) -> list[Finding]:
@@ -59,178 +61,77 @@ def find_mismatch(evidence: Evidence) -> list[Finding]:
     if not found:
         return []
     when, calls, culprits = min(found, key=lambda each: each[0])
-    finding = _mismatch(dumps, calls, culprits) if culprits else _undecided(calls)
-    return [replace(finding, time=when)]
+    return [replace(_mismatch(evidence, calls, culprits), time=when)]
 
 
-def find_disagreement(evidence: Evidence) -> list[Finding]:
-    """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
-    found = [
-        (event.time, event)
-        for dump in evidence.dumps.ranks.values()
-        for event in dump.events
-        if event.values
+def _mismatch(evidence: Evidence, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
+    """Describe different calls; there are no culprits if equally many ranks are on both sides."""
+    first, who = next(iter(calls.values())), list_ranks(culprits or list(calls))
+    mine = calls[culprits[0]] if culprits else first
+    others = [
+        rank
+        for rank, call in calls.items()
+        if (rank not in culprits if culprits else call.what != mine.what)
     ]
-    if not found:
-        return _all_raised(evidence)
-    when, event = min(found, key=lambda each: each[0])
-    counts = Counter(event.values.values()).most_common()
-    common, times = counts[0]
-    tied = len(counts) > 1 and counts[1][1] == times
-    ranks = () if tied else tuple(r for r, v in sorted(event.values.items()) if v != common)
-    summary = " ".join(event.message.split())
-    if ranks:
-        summary = f"{list_ranks(ranks)} passed something else than the others: {summary}"
-    places = tuple(places_of(event.lines)[:1])
-    remedies = ("pass the same on all ranks",)
-    return [Finding(Kind.MISMATCH, ranks, summary, remedies=remedies, places=places, time=when)]
-
-
-def _all_raised(evidence: Evidence) -> list[Finding]:
-    """Find that C++ code raised on all ranks in one line, as when it compares their models."""
-    dumps = evidence.dumps
-    firsts = [dump.events[0] for dump in dumps.ranks.values() if dump.events]
-    alike = {(e.type, e.call, str(e.lines[:1])) for e in firsts}
-    event = min(firsts, key=lambda each: each.time, default=None)
-    if event is None or len(firsts) < max(2, len(dumps.world)) or len(alike) > 1:
-        return []
-    late = max(e.time for e in firsts) - event.time > LONG_NS
-    waited = any(
-        event.time - call.created > LONG_NS
-        for dump in dumps.ranks.values()
-        for call in dump.pending
-    )
-    ended = any(evidence.ends_at(rank) < event.time for rank in dumps.world)
-    if late or waited or ended or event.call or not event.waited or event.type != "RuntimeError":
-        return []
-    return [
-        Finding(
-            Kind.MISMATCH,
-            (),
-            "all ranks failed in one line when they compared what they have: "
-            + " ".join(event.message.split()),
-            remedies=("print the model and the configuration on all ranks before this line",),
-            places=tuple(places_of(event.lines)[:1]),
-            time=event.time,
-            confidence=UNCLEAR,
-        )
-    ]
-
-
-def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
-    others = [rank for rank in calls if rank not in culprits]
-    mine, theirs = calls[culprits[0]], calls[others[0]]
+    theirs, kind = calls[others[0]], Kind.MISMATCH
+    remedies: tuple[str, ...] = _CONDITIONS
     details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
-    details += [
-        f"rank {rank} got {last_of(dumps.ranks[rank])}"
-        for rank in culprits
-        if rank in dumps.ranks and dumps.ranks[rank].events
-    ]
-    common: dict[str, Any] = {
-        "op": theirs.op,
-        "group": theirs.group,
-        "number": theirs.number,
-        "places": tuple(dict.fromkeys(f"{c.filename}:{c.line}" for c in (mine, theirs))),
-        "parameters": mine.parameters or theirs.parameters,
-    }
-    who = list_ranks(culprits)
-    if (mine.op, mine.place) == (theirs.op, theirs.place):
-        field = _differing(mine, theirs)
-        return Finding(
-            Kind.MISMATCH,
-            tuple(culprits),
-            f"{who} called {name_call(mine)} with another {field} than "
-            f"{list_ranks(others)}: {_value(mine, field)} instead of {_value(theirs, field)}",
-            tuple(details),
-            (_OTHER[field],),
-            **common,
-        )
-    if _follows(dumps, theirs, mine):
-        return _skipped(culprits, mine, theirs, details, common)
-    return Finding(
-        Kind.MISMATCH,
-        tuple(culprits),
-        f"{who} called {name_call(mine, number=False)}, where {list_ranks(others)} called "
-        f"{name_call(theirs, number=False)} (number {theirs.number} of group {theirs.group})",
-        tuple(details),
-        _CONDITIONS,
-        **common,
-    )
+    for rank in culprits:
+        if rank in evidence.dumps.ranks and evidence.dumps.ranks[rank].events:
+            details.append(f"rank {rank} got {evidence.last_error(rank)}")
+    field = "size" if mine.sizes != theirs.sizes else "dtype"
+    same_line = mine.site == theirs.site
+    number = f"number {theirs.number} of group {theirs.group}"
+    one, other = (name_call(call, number=False) for call in (mine, theirs))
+    if same_line:
+        remedies = (_OTHER[field],)
+    if not culprits:
+        what = f"called {mine.op} with different {field}s" if same_line else "made different calls"
+        summary = f"{who} {what} ({number}), equally many each: {one}, and {other}"
+    elif same_line:
+        values = f"{_value(mine, field)} instead of {_value(theirs, field)}"
+        summary = f"{who} called {name_call(mine)} with another {field} than {list_ranks(others)}: "
+        summary += values
+    elif _follows(evidence.dumps, theirs, mine):
+        kind = Kind.SKIPPED
+        step = f" of step {theirs.step}" if theirs.step is not None else ""
+        summary = f"{who} skipped the {name_call(theirs)}{step}, which all other ranks called"
+        details.insert(0, f"it continued with the {one}")
+        remedies = ("look for a condition, `continue` or early `return` that only this rank takes",)
+        handler = swallowing_handler(theirs.place)
+        if handler is not None:
+            details.insert(0, f"that line is in a `try` whose `except` in line {handler} continues")
+            remedies = (
+                f"an error was probably swallowed: print it in the `except` in line {handler} of "
+                f"{theirs.frame['filename']} and re-raise it, or skip the step on all ranks",
+            )
+    else:
+        summary = f"{who} called {one}, where {list_ranks(others)} called {other} ({number})"
+    places, parameters = unique([mine.place, theirs.place]), mine.parameters or theirs.parameters
+    return Finding(kind, culprits, summary, remedies, details, places, parameters)
 
 
-def _skipped(
-    culprits: list[int], mine: Call, theirs: Call, details: list[str], common: dict[str, Any]
-) -> Finding:
-    who = list_ranks(culprits)
-    step = f" of step {theirs.step}" if theirs.step is not None else ""
-    details = [f"it continued with the {name_call(mine, number=False)}", *details]
-    remedies = ("look for a condition, `continue` or early `return` that only this rank takes",)
-    handler = swallowing_handler(theirs.filename, theirs.line)
-    if handler is not None:
-        details.insert(0, f"that line is in a `try` whose `except` in line {handler} continues")
-        remedies = (
-            f"an error was probably swallowed: print it in the `except` in line {handler} of "
-            f"{theirs.filename} and re-raise it, or skip the step on all ranks",
-        )
-    return Finding(
-        Kind.SKIPPED,
-        tuple(culprits),
-        f"{who} skipped the {name_call(theirs)}{step}, which all other ranks called",
-        tuple(details),
-        remedies,
-        **common,
-    )
-
-
-def _undecided(calls: Mapping[int, Call]) -> Finding:
-    """Return a finding without a culprit, for equally many ranks on both sides."""
-    first = next(iter(calls.values()))
-    other = next(call for call in calls.values() if call.what != first.what)
-    what, which = "made different calls", f"number {first.number} of group {first.group}"
-    field = ""
-    if (first.op, first.place) == (other.op, other.place):
-        field = _differing(first, other)
-        what = f"called {first.op} with different {field}s"
-    return Finding(
-        Kind.MISMATCH,
-        (),
-        f"{list_ranks(list(calls))} {what} ({which}), equally many each: "
-        f"{name_call(first, number=False)}, and {name_call(other, number=False)}",
-        tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
-        (_OTHER[field],) if field else _CONDITIONS,
-        first.op,
-        first.group,
-        first.number,
-        tuple(dict.fromkeys(f"{c.filename}:{c.line}" for c in (first, other))),
-    )
-
-
-def _differing(one: Call, other: Call) -> str:
-    return "size" if one.sizes != other.sizes else "dtype"
+def _value(call: Call, field: str) -> str:
+    return str([list(s) for s in call.sizes]) if field == "size" else " ".join(call.dtypes)
 
 
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
     """Return the minority, or else ranks that skipped the call that always came next."""
-    groups: dict[object, list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        groups.setdefault(call.what, []).append(rank)
-    *_, second, most = sorted(len(ranks) for ranks in groups.values())
-    of_group = dumps.groups[next(iter(calls.values())).group]
-    unknown = sum(rank not in dumps.ranks for rank in of_group)  # such as those of another host
-    if most <= second + unknown:
-        expected = _expected(dumps, next(iter(calls.values())))
-        strange = [r for r, call in sorted(calls.items()) if (call.op, call.place) != expected]
-        return strange if expected is not None and len(strange) < len(calls) else []
-    ((common, _),) = Counter(call.what for call in calls.values()).most_common(1)
-    return [rank for rank, call in sorted(calls.items()) if call.what != common]
+    first = next(iter(calls.values()))
+    (common, most), (_, second), *_ = Counter(c.what for c in calls.values()).most_common()
+    # such as those of another host
+    unknown = sum(rank not in dumps.ranks for rank in dumps.groups[first.group])
+    if most > second + unknown:
+        return [rank for rank, call in sorted(calls.items()) if call.what != common]
+    expected = _expected(dumps, first)
+    strange = [rank for rank, call in sorted(calls.items()) if call.site != expected]
+    return strange if expected is not None and len(strange) < len(calls) else []
 
 
 def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
-    """Return the minority that made a call at another line, if it failed on all ranks.
-
-    Sizes are no evidence where a collective allows different ones. Neither are lines that occurred
-    together before, such as those of a root and of the other ranks.
-    """
+    """Return the minority that made a call at another line, if it failed on all ranks."""
+    # Sizes are no evidence where a collective allows different ones. Neither are lines that
+    # occurred together before, such as those of a root and of the other ranks.
     ((most, times),) = Counter(call.place for call in calls.values()).most_common(1)
     few = [rank for rank, call in sorted(calls.items()) if call.place != most]
     lines = {calls[rank].place for rank in few}
@@ -246,21 +147,16 @@ def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
     return few if together else []
 
 
-def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:
-    """Return the call that always followed the previous one, on all ranks; None if it varied.
-
-    A call with a new size may be right, such as that of a last batch. Only a skipped call is judged
-    by the calls before it.
-    """
-    following: Counter[tuple[str, tuple[str, int]]] = Counter()
+def _expected(dumps: Dumps, call: Call) -> tuple[str, str] | None:
+    """Return the call that always followed the previous one, on all ranks; None if it varied."""
+    # A call with a new size may be right, such as that of a last batch: only a skipped call is
+    # judged by the calls before it.
+    following: Counter[tuple[str, str]] = Counter()
     for dump in dumps.ranks.values():
         calls = [c for c in dump.calls.get(call.group, ()) if c.number < call.number]
         if not calls:
             return None
-        last = (calls[-1].op, calls[-1].place)
-        for one, next_one in pairwise(calls):
-            if (one.op, one.place) == last:
-                following[next_one.op, next_one.place] += 1
+        following.update(b.site for a, b in pairwise(calls) if a.site == calls[-1].site)
     if len(following) != 1:
         return None
     ((found, times),) = following.items()
@@ -269,38 +165,36 @@ def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:
 
 def _follows(dumps: Dumps, first: Call, second: Call) -> bool:
     """Return True if some rank made these two calls before, one after the other."""
-    for dump in dumps.ranks.values():
-        calls = dump.calls.get(first.group, [])
-        for one, next_one in pairwise(calls):
-            if next_one.number >= first.number:
-                break
-            if (one.op, one.place) == (first.op, first.place) and (
-                (next_one.op, next_one.place) == (second.op, second.place)
-            ):
-                return True
-    return False
+    return any(
+        (one.site, other.site) == (first.site, second.site) and other.number < first.number
+        for dump in dumps.ranks.values()
+        for one, other in pairwise(dump.calls.get(first.group, ()))
+    )
 
 
-def _value(call: Call, field: str) -> str:
-    return str([list(s) for s in call.sizes]) if field == "size" else " ".join(call.dtypes)
+# -- errors --------------------------------------------------------------------------------------
 
 
-_MEMORY = ("MemoryError", "OutOfMemoryError")
-_IMPORT = ("ImportError", "ModuleNotFoundError")
-_PICKLE = ("PicklingError", "PickleError")
-_NUMBER = re.compile(r"\d+")
-_TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this time
+def _error(
+    ranks: Sequence[int], event: ErrorRecord, summary: str, *remedies: str, kind: str = Kind.ERROR
+) -> Finding:
+    """Describe an error, whose message ends the summary; without ranks it is unclear."""
+    return Finding(
+        kind,
+        ranks,
+        f"{summary}: {event.text()}",
+        remedies,
+        places=place_of(event.lines),
+        parameters=event.parameters,
+        time=event.time,
+        confidence="" if ranks else UNCLEAR,
+    )
 
 
 def find_error(evidence: Evidence) -> list[Finding]:
     """Find the oldest error that no other rank's failure explains."""
     dumps = evidence.dumps
-    errors = [
-        (event.time, rank, event)
-        for rank, events in evidence.primary.items()
-        for event in events
-        if not _may_follow(evidence, rank, event)
-    ]
+    errors = [(e.time, rank, e) for rank, events in evidence.primary.items() for e in events]
     if not errors:
         return []
     # one failure may have spread to all ranks with the data, such as a NaN
@@ -311,153 +205,109 @@ def find_error(evidence: Evidence) -> list[Finding]:
         for t, r, e in errors
         if (e.type, e.lines[:1]) == (event.type, event.lines[:1]) and t - when < _TOGETHER_NS
     }
-    others = {r for _, r, _ in errors} - set(same)
-    if not dumps.same_clock({*same, *others}) and others:
-        return [_either(dumps, sorted({*same, *others}), when)]
-    alike = _alike(dumps, event)
-    # ranks that compare what they have with rank 0's fail if it is rank 0 that differs
-    compared = not event.call and (len(alike) > 1 or len(dumps.world) == 2)
-    if event.waited and (compared or len(in_line) == len(dumps.world) > 1):
-        return [_disagree(sorted(alike | in_line), event, when)]
-    if len(same) == len(dumps.world) > 1:
-        return [_all_failed(evidence, event, when)]
-    return [replace(_failed(dumps, same, event), time=when)]
-
-
-def _alike(dumps: Dumps, event: Event) -> set[int]:
-    """Return the ranks with an error that differs in numbers only, such as the rank's own."""
+    failed = sorted({r for _, r, _ in errors})
+    how = f"failed{at_line(event.lines)} with {event.type}"
+    if failed != same and not dumps.same_clock(failed):
+        text = "on hosts whose clocks are not comparable: one of the errors caused the others"
+        remedies = ("compare these errors and the hosts' logs, which show the first one",)
+        details = [f"rank {rank}: {evidence.last_error(rank)}" for rank in failed]
+        summary = f"{list_ranks(failed)} failed, {text}"
+        return [
+            Finding(Kind.UNCLEAR, (), summary, remedies, details, time=when, confidence=UNCLEAR)
+        ]
+    # ranks with an error that differs in numbers only, such as the rank's own
     what = event.type, event.lines[:1], _NUMBER.sub("", event.message)
-    return {
+    alike = {
         rank
         for rank, dump in dumps.ranks.items()
         for other in dump.events
         if (other.type, other.lines[:1], _NUMBER.sub("", other.message)) == what
     }
-
-
-def _may_follow(evidence: Evidence, rank: int, event: Event) -> bool:
-    """Return True if a rank raised an error after waiting in vain for missing ranks."""
-    for gap in evidence.gaps:
-        call = gap.calls.get(rank)
-        if call is None or call.done or call.created > event.time:
-            continue
-        states, exits = evidence.states, evidence.dumps.exits
-        dead = any(
-            states.get(r) in ENDED or (r in exits and exits[r].code)
-            for r in (*gap.missing, *gap.silent)
-        )
-        if dead or event.time - call.created > LONG_NS:
-            return True
-    return False
-
-
-def _failed(dumps: Dumps, culprits: Sequence[int], event: Event) -> Finding:
-    at = at_line(event.lines)
+    # ranks that compare what they have with rank 0's fail if it is rank 0 that differs
+    compared = not event.call and (len(alike) > 1 or len(dumps.world) == 2)
+    if event.waited and (compared or len(in_line) == len(dumps.world) > 1):
+        why = f"{how} when all compared what they have, and any rank may differ"
+        remedy = "print the configuration on all ranks before this line, and compare"
+        who = list_ranks(sorted(alike | in_line))
+        return [_error((), event, f"{who} {why}", remedy, kind=Kind.MISMATCH)]
+    if len(same) == len(dumps.world) > 1:
+        why = f"{how}, for a reason that they share or that came to all of them with the data"
+        return [
+            _error(
+                (),
+                event,
+                f"all ranks {why}",
+                "fix that line, if its reason is the same on all ranks",
+                "if a NaN or infinity may have come from one rank, run with "
+                "GRADWIRE_CHECK_FINITE=1, which names the first one",
+            )
+        ]
     ends = "and the process ended" if event.kind == "uncaught" else "raised by gradwire"
-    message = " ".join(event.message.split())
-    return Finding(
-        Kind.ERROR,
-        tuple(culprits),
-        f"{list_ranks(culprits)}{on_host(dumps, culprits)} failed{at} with {event.type}, {ends}: "
-        f"{shortened(message, 600)}",
-        tuple(consequences(dumps, culprits)),
-        _for_error(event),
-        places=tuple(places_of(event.lines)[:1]),
-        parameters=event.parameters,
-    )
+    return [_error(same, event, f"{evidence.on_host(same)} {how}, {ends}", *_for_error(event))]
 
 
-def _for_error(event: Event) -> tuple[str, ...]:
+def _for_error(event: ErrorRecord) -> tuple[str, ...]:
     """Return what to do about an error."""
-    if event.type in _MEMORY or "allocate memory" in event.message:
+    if "MemoryError" in event.type or "allocate memory" in event.message:
         return ("use less memory on this rank: a smaller batch, fewer workers, no retained graphs",)
     if event.parameters:
-        return (
-            "follow the advice in the message",
-            f"it names the parameters {', '.join(event.parameters)}",
-        )
-    if event.type in _IMPORT:
+        names = ", ".join(event.parameters)
+        return "follow the advice in the message", f"it names the parameters {names}"
+    if event.type in ("ImportError", "ModuleNotFoundError"):
         return ("install the package where this rank runs: all ranks need one environment",)
-    if event.type in _PICKLE:
+    if event.type in ("PicklingError", "PickleError"):
         return ("send only objects that pickle can handle: no lambdas, local classes, open files",)
     return ("fix that line: the other ranks' errors follow from it",)
 
 
-def _disagree(ranks: Sequence[int], event: Event, when: int) -> Finding:
-    message = shortened(" ".join(event.message.split()), 600)
-    return Finding(
-        Kind.MISMATCH,
-        (),
-        f"{list_ranks(ranks)} failed{at_line(event.lines)} with {event.type} when all "
-        f"compared what they have, and any rank may differ: {message}",
-        (),
-        ("print the configuration on all ranks before this line, and compare",),
-        places=tuple(places_of(event.lines)[:1]),
-        time=when,
-        confidence=UNCLEAR,
-    )
-
-
-def _all_failed(evidence: Evidence, event: Event, when: int) -> Finding:
-    message = shortened(" ".join(event.message.split()), 600)
-    return Finding(
-        Kind.ERROR,
-        (),
-        f"all ranks failed{at_line(event.lines)} with {event.type}, for a reason that they share "
-        f"or that came to all of them with the data: {message}",
-        (),
-        (
-            "fix that line, if its reason is the same on all ranks",
-            "if a NaN or infinity may have come from one rank, run with GRADWIRE_CHECK_FINITE=1, "
-            "which names the first one",
-        ),
-        places=tuple(places_of(event.lines)[:1]),
-        parameters=event.parameters,
-        time=when,
-        confidence=UNCLEAR,
-    )
-
-
-def _either(dumps: Dumps, ranks: Sequence[int], when: int) -> Finding:
-    return Finding(
-        Kind.UNCLEAR,
-        (),
-        f"{list_ranks(ranks)} failed, on hosts whose clocks are not comparable: one of the errors "
-        "caused the others",
-        tuple(f"rank {r}: {last_of(dumps.ranks[r])}" for r in ranks),
-        ("compare these errors and the hosts' logs, which show the first one",),
-        time=when,
-        confidence=UNCLEAR,
-    )
+def find_disagreement(evidence: Evidence) -> list[Finding]:
+    """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
+    found = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.values]
+    if not found:
+        return []
+    event = min(found, key=lambda each: each.time)
+    (common, times), *rest = Counter(event.values.values()).most_common()
+    tied = bool(rest) and rest[0][1] == times
+    ranks = [] if tied else [r for r, value in sorted(event.values.items()) if value != common]
+    passed = f"{list_ranks(ranks)} passed something else than the others: " if ranks else ""
+    return [
+        Finding(
+            Kind.MISMATCH,
+            ranks,
+            passed + " ".join(event.message.split()),
+            ("pass the same on all ranks",),
+            places=place_of(event.lines),
+            time=event.time,
+        )
+    ]
 
 
 def find_reported(evidence: Evidence) -> list[Finding]:
     """Find ranks that told the others of an error of theirs, which they may have swallowed."""
-    told = [
-        (event.time, event)
-        for dump in evidence.dumps.ranks.values()
-        for event in dump.events
-        if event.reported
-    ]
+    told = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.reported]
     if not told:
         return []
-    when, event = min(told, key=lambda each: each[0])
-    ranks = tuple(sorted(event.reported))
-    message = shortened(" ".join(event.message.split()), 600)
-    return [
-        Finding(
-            Kind.ERROR,
-            ranks,
-            f"{list_ranks(ranks)} had an error in backward, told the others and went on: {message}",
-            tuple(consequences(evidence.dumps, ranks)),
-            (
-                "look for a `try` around backward() that swallows the error, and print it there",
-                "leave the step out on all ranks: skip_if_any of DistributedDataParallel",
-            ),
-            places=tuple(places_of(event.lines)[:1]),
-            time=when,
-        )
-    ]
+    event = min(told, key=lambda each: each.time)
+    ranks = sorted(event.reported)
+    summary = f"{list_ranks(ranks)} had an error in backward, told the others and went on"
+    look = "look for a `try` around backward() that swallows the error, and print it there"
+    return [_error(ranks, event, summary, look, _SKIP_IF_ANY)]
+
+
+def find_interrupted(evidence: Evidence) -> list[Finding]:
+    """Find the one rank that KeyboardInterrupt ended, before any other failure."""
+    ranks = evidence.dumps.ranks
+    found = [(r, e) for r, d in ranks.items() for e in d.events if e.type == "KeyboardInterrupt"]
+    if len({rank for rank, _ in found}) != 1 or len(evidence.dumps.world) == 1:
+        return []  # Ctrl-C reaches all ranks
+    rank, event = found[-1]
+    if not was_interrupted(event) or event.time > min(map(evidence.fails_at, ranks)):
+        return []
+    summary = f"{evidence.on_host([rank])} was interrupted by SIGINT{at_line(event.lines)}, "
+    summary += "and no other rank was"
+    remedies = ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",)
+    place = place_of(event.lines)
+    return [Finding(Kind.ERROR, (rank,), summary, remedies, places=place, time=event.time)]
 
 
 def find_not_finite(evidence: Evidence) -> list[Finding]:
@@ -468,49 +318,17 @@ def find_not_finite(evidence: Evidence) -> list[Finding]:
         return []
     rank, first = min(noted.items(), key=lambda item: int(item[1]["time"]))
     at_step = f" in step {first['step']}" if first["step"] is not None else ""
-    names = tuple(map(str, first["parameters"]))
-    shown = f": {', '.join(names[:3])}{', …' if names[3:] else ''}" if names else ""
+    names = list(map(str, first["parameters"]))
+    shown = f": {list_names(names)}" if names else ""
     return [
         Finding(
             Kind.NOT_FINITE,
             (rank,),
             f"rank {rank} was the first with NaN or infinity, in {first['what']}{at_step}{shown}"
             f"{at_line(first['lines'])}",
-            tuple(consequences(dumps, [rank])),
-            (
-                "look at this rank's batch of that step, and at its loss",
-                "leave the step out on all ranks: skip_if_any of DistributedDataParallel",
-            ),
-            places=tuple(places_of(first["lines"])[:1]),
+            ("look at this rank's batch of that step, and at its loss", _SKIP_IF_ANY),
+            places=place_of(first["lines"]),
             parameters=names,
             time=int(first["time"]),
-        )
-    ]
-
-
-def find_interrupted(evidence: Evidence) -> list[Finding]:
-    """Find the one rank that KeyboardInterrupt ended."""
-    dumps = evidence.dumps
-    found = {
-        rank: event
-        for rank, dump in dumps.ranks.items()
-        for event in dump.events
-        if event.type == "KeyboardInterrupt"
-    }
-    if len(found) != 1 or len(dumps.world) == 1:
-        return []  # Ctrl-C reaches all ranks
-    ((rank, event),) = found.items()
-    if not was_interrupted(event) or event.time > evidence.first_failure:
-        return []
-    return [
-        Finding(
-            Kind.ERROR,
-            (rank,),
-            f"rank {rank}{on_host(dumps, [rank])} was interrupted by SIGINT{at_line(event.lines)}, "
-            "and no other rank was",
-            tuple(consequences(dumps, [rank])),
-            ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",),
-            places=tuple(places_of(event.lines)[:1]),
-            time=event.time,
         )
     ]

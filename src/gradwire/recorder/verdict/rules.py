@@ -1,4 +1,4 @@
-"""Rules of the verdict: what each needs, what excludes it, and how sure it is.
+"""Rules of the verdict: what each finds, what excludes it, and how sure it is.
 
 The order of the table has no meaning. A rule that is not excluded yields findings, each with the
 time when its ranks departed from what the others did. Among the findings of causes, the oldest is
@@ -19,14 +19,11 @@ from gradwire.recorder.verdict.evidence import (
     Evidence,
     Finding,
     Kind,
-    innermost,
-    last_of,
+    at_line,
     list_ranks,
-    places_of,
-    shortened,
+    place_of,
+    unique,
 )
-
-CAUSE, ABSENCE = "cause", "absence"
 
 
 @dataclass(frozen=True)
@@ -35,281 +32,142 @@ class Rule:
 
     Attributes:
         name: Name, shown as `rule` in JSON.
-        role: `CAUSE` of a failure, or `ABSENCE` of ranks that others wait for.
-        needs: Evidence that it needs.
-        unless: Names of rules whose findings exclude it.
+        find: Function that returns its findings; its docstring says what evidence it needs.
         confidence: Confidence of its findings, unless one has its own.
-        find: Function that returns its findings.
+        unless: Names of rules whose findings exclude it.
     """
 
     name: str
-    role: str
-    needs: str
-    unless: tuple[str, ...]
-    confidence: str
     find: Callable[[Evidence], Sequence[Finding]]
+    confidence: str
+    unless: tuple[str, ...] = ()
 
 
-RULES = (
-    Rule(
-        "error",
-        CAUSE,
-        "an error of a rank that no earlier failure or long wait explains",
-        (),
-        CERTAIN,
-        errors.find_error,
-    ),
-    Rule(
-        "interrupted",
-        CAUSE,
-        "KeyboardInterrupt on one rank, before any other failure",
-        (),
-        CERTAIN,
-        errors.find_interrupted,
-    ),
-    Rule(
-        "reported",
-        CAUSE,
-        "an error that a rank reported to the others, and did not end with",
-        ("error", "other call", "other value", "crash", "signal", "exit", "stopped", "gone"),
-        LIKELY,
-        errors.find_reported,
-    ),
-    Rule(
-        "not finite",
-        CAUSE,
-        "a tensor with NaN or infinity that was about to be sent, if that was checked",
-        (),
-        CERTAIN,
-        errors.find_not_finite,
-    ),
-    Rule(
-        "other call",
-        CAUSE,
-        "a collective of one number that differs between ranks",
-        (),
-        CERTAIN,
-        errors.find_mismatch,
-    ),
-    Rule(
-        "other value",
-        CAUSE,
-        "a value that ranks compared and that differs",
-        ("other call",),
-        CERTAIN,
-        errors.find_disagreement,
-    ),
-    Rule(
-        "crash",
-        CAUSE,
-        "a report of faulthandler",
-        (),
-        CERTAIN,
-        ends.find_crash,
-    ),
-    Rule(
-        "abort",
-        CAUSE,
-        "a report of faulthandler about an abort in a wait, or outside Python's threads",
-        ("crash", "other call", "other value"),
-        UNCLEAR,
-        ends.find_aborted,
-    ),
-    Rule(
-        "signal",
-        CAUSE,
-        "an exit by a signal of a rank that ran until the first failure",
-        (),
-        CERTAIN,
-        ends.find_killed,
-    ),
-    Rule("stopped", CAUSE, "a process in state T", (), CERTAIN, ends.find_stopped),
-    Rule(
-        "exit",
-        CAUSE,
-        "an exit by a code or by os._exit before the first failure",
-        ("other call",),
-        CERTAIN,
-        ends.find_exit,
-    ),
-    Rule(
-        "gone",
-        CAUSE,
-        "one process that ended without a dump before the first failure",
-        ("signal", "exit", "crash", "stopped", "error", "other call"),
-        LIKELY,
-        ends.find_gone,
-    ),
-    Rule(
-        "left",
-        CAUSE,
-        "a clean end of a rank while a call of its own was running",
-        ("error", "other call", "other value", "crash", "signal", "stopped", "exit", "gone"),
-        LIKELY,
-        ends.find_left,
-    ),
-    Rule(
-        "same rank",
-        CAUSE,
-        "two processes with one RANK, and no collective",
-        (),
-        CERTAIN,
-        ends.find_same_rank,
-    ),
-    Rule(
-        "other address",
-        CAUSE,
-        "different values of the launcher's variables, and no collective",
-        ("same rank",),
-        CERTAIN,
-        ends.find_other_values,
-    ),
+_ENDS = ("crash", "signal", "exit")
+_FAILURES = ("error", "other call", *_ENDS, "stopped", "gone")
+
+CAUSES = (
+    Rule("error", errors.find_error, CERTAIN),
+    Rule("interrupted", errors.find_interrupted, CERTAIN),
+    Rule("reported", errors.find_reported, LIKELY, (*_FAILURES, "other value")),
+    Rule("not finite", errors.find_not_finite, CERTAIN),
+    Rule("other call", errors.find_mismatch, CERTAIN),
+    Rule("other value", errors.find_disagreement, CERTAIN, ("other call",)),
+    Rule("crash", ends.find_crash, CERTAIN),
+    Rule("abort", ends.find_aborted, UNCLEAR, ("crash", "other call", "other value")),
+    Rule("signal", ends.find_killed, CERTAIN),
+    Rule("stopped", ends.find_stopped, CERTAIN),
+    Rule("exit", ends.find_exit, CERTAIN, ("other call",)),
+    Rule("gone", ends.find_gone, LIKELY, ("error", "other call", *_ENDS, "stopped")),
+    Rule("left", ends.find_left, LIKELY, (*_FAILURES, "other value")),
+    Rule("same rank", ends.find_same_rank, CERTAIN),
+    Rule("other address", ends.find_other_values, CERTAIN, ("same rank",)),
     Rule(
         "never started",
-        CAUSE,
-        "no process of a rank, and no collective",
-        ("same rank", "other address", "error", "exit", "signal", "crash"),
-        LIKELY,
         ends.find_never_started,
-    ),
-    Rule(
-        "store",
-        CAUSE,
-        "rank 0 ended before errors of the store on other ranks",
-        ("error", "signal", "exit", "crash"),
         LIKELY,
-        ends.find_store_gone,
+        ("same rank", "other address", "error", *_ENDS),
     ),
-    Rule(
-        "deadlock",
-        CAUSE,
-        "a circle of ranks that wait for each other",
-        ("error", "other call", "crash", "signal", "exit", "stopped", "gone", "interrupted"),
-        CERTAIN,
-        waits.find_deadlock,
-    ),
-    Rule(
-        "another wait",
-        ABSENCE,
-        "a minority in one call, the majority in another",
-        ("deadlock",),
-        LIKELY,
-        waits.find_elsewhere,
-    ),
-    Rule(
-        "missing",
-        ABSENCE,
-        "a collective in which ranks wait, and ranks that have not called it and do not wait",
-        ("another wait", "deadlock"),
-        LIKELY,
-        waits.find_missing,
-    ),
+    Rule("store", ends.find_store_gone, LIKELY, ("error", *_ENDS)),
+    Rule("deadlock", waits.find_deadlock, CERTAIN, (*_FAILURES, "interrupted")),
+)
+ABSENCES = (
+    Rule("another wait", waits.find_elsewhere, LIKELY, ("deadlock",)),
+    Rule("missing", waits.find_missing, LIKELY, ("another wait", "deadlock")),
     Rule(
         "not in a group's call",
-        ABSENCE,
-        "all ranks but one in a call such as new_group",
-        ("another wait", "missing"),
-        LIKELY,
         waits.find_not_in_group_call,
-    ),
-    Rule(
-        "late",
-        ABSENCE,
-        "ranks that made a call only after the others had given up",
-        ("another wait", "missing", "not in a group's call"),
         LIKELY,
-        waits.find_late,
+        ("another wait", "missing"),
     ),
+    Rule("late", waits.find_late, LIKELY, ("another wait", "missing", "not in a group's call")),
 )
+
+_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.START)
+"""Kinds that are a verdict without naming a rank."""
+_SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE, Kind.STOPPED)
+"""Kinds whose consequences on the other ranks are told."""
 
 
 def find_failures(evidence: Evidence) -> list[Finding]:
     """Return the findings about a failure, the cause first; empty if nothing failed."""
-    found = {rule.name: _apply(rule, evidence) for rule in RULES}
-    kept = {
-        rule: found[rule.name]
-        for rule in RULES
-        if found[rule.name] and not any(found[name] for name in rule.unless)
+    found = {
+        rule.name: [
+            replace(
+                f,
+                ranks=tuple(f.ranks),
+                rule=rule.name,
+                confidence=f.confidence or rule.confidence,
+            )
+            for f in rule.find(evidence)
+        ]
+        for rule in (*CAUSES, *ABSENCES)
     }
-    causes = [f for rule, of in kept.items() if rule.role == CAUSE for f in of]
-    causes.sort(key=lambda finding: finding.time)
+    kept = {
+        rule.name: [] if any(found[name] for name in rule.unless) else found[rule.name]
+        for rule in (*CAUSES, *ABSENCES)
+    }
+    causes = sorted((f for rule in CAUSES for f in kept[rule.name]), key=lambda f: f.time)
     if causes and not causes[0].ranks and causes[0].kind == Kind.MISMATCH:
         # of two ranks that differ, one may say which of its parameters it left out
         causes.sort(key=lambda finding: not (finding.kind == Kind.ERROR and finding.parameters))
+    causes = [
+        replace(f, details=(*f.details, *evidence.consequences(f.ranks)))
+        if f.ranks and f.kind in _SPREADS
+        else f
+        for f in causes
+    ]
     named = {rank for finding in causes for rank in finding.ranks}
-    absent = [f for rule, of in kept.items() if rule.role == ABSENCE for f in of]
-    late = ("late", "not in a group's call")
-    absent = [f for f in absent if not (causes and f.rule in late)]
+    late = ("late", "not in a group's call") if causes else ()
+    absent = [f for rule in ABSENCES if rule.name not in late for f in kept[rule.name]]
     known = [*causes, *(f for f in absent if named.isdisjoint(f.ranks))]
     if any(finding.ranks or finding.kind in _SAYS for finding in known):
         return known
-    unclear = find_unclear(evidence)
+    unclear = _find_unclear(evidence)
     return [*known, unclear] if unclear else known
 
 
-_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.START)
-"""Kinds that are a verdict without naming a rank."""
-
-
-def _apply(rule: Rule, evidence: Evidence) -> list[Finding]:
-    return [
-        replace(f, rule=rule.name, confidence=f.confidence or rule.confidence)
-        for f in rule.find(evidence)
-    ]
-
-
-def find_unclear(evidence: Evidence) -> Finding | None:
+def _find_unclear(evidence: Evidence) -> Finding | None:
     """Describe a failure whose cause the dumps do not show."""
     dumps = evidence.dumps
     failed = sorted(rank for rank, dump in dumps.ranks.items() if dump.events)
-    stands = [evidence.standing(rank) for rank in dumps.ranks]
-    stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in stands)
-    if not evidence.has_failed() and not stuck:
+    stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in evidence.standings.values())
+    codes = any(exit_.code for exit_ in dumps.exits.values())
+    if not (failed or stuck or codes or evidence.gaps):
         return None
-    differences = _differences(evidence)
     what = f"{list_ranks(failed)} failed" if failed else "the ranks are stuck"
-    places = [
-        place for rank in failed for place in places_of(dumps.ranks[rank].events[-1].lines)[:1]
-    ]
+    summary = f"{what}, and the recorded data does not show which rank caused it"
+    last = [dumps.ranks[rank].events[-1] for rank in failed]
+    compared = bool(last) and all(event.type == "MismatchError" for event in last)
     return Finding(
-        Kind.MISMATCH if differences else Kind.UNCLEAR,
+        Kind.MISMATCH if compared else Kind.UNCLEAR,
         (),
-        differences or f"{what}, and the recorded data does not show which rank caused it",
-        _where_all_were(evidence, failed),
+        last[0].text() if compared else summary,
         (
             "look at the first error in the ranks' logs",
             "run it again on shm, which records where each call begins and ends",
         ),
-        places=tuple(dict.fromkeys(places[:3])),
+        _where_all_were(evidence, failed),
+        unique([place for event in last for place in place_of(event.lines)][:3]),
         rule="unclear",
         confidence=UNCLEAR,
     )
 
 
-def _where_all_were(evidence: Evidence, failed: Sequence[int]) -> tuple[str, ...]:
-    """Describe where each rank was."""
+def _where_all_were(evidence: Evidence, failed: Sequence[int]) -> list[str]:
     dumps = evidence.dumps
-    details = [f"rank {rank}: {last_of(dumps.ranks[rank])}" for rank in failed]
+    details = [f"rank {rank}: {evidence.last_error(rank)}" for rank in failed]
     for rank in sorted({*dumps.world} - {*failed}):
         at = evidence.standing(rank)
-        where = innermost(dumps.ranks[rank].stack) if rank in dumps.ranks else ""
+        where = at_line(dumps.ranks[rank].stack) if rank in dumps.ranks else ""
         code = dumps.exits[rank].code if rank in dumps.exits else 0
         if at is not None:
             details.append(f"rank {rank} waited {at.words}")
-        elif where and dumps.ranks[rank].reason != "exit":
-            details.append(f"rank {rank} was {where}")
+        elif where and not evidence.ended(rank):
+            details.append(f"rank {rank} was{where}")
         elif code:
             details.append(f"rank {rank} ended with exit code {code}")
-        elif rank in dumps.ranks:
-            details.append(f"rank {rank} ended without an error")
         else:
-            details.append(f"rank {rank} left no dump")
-    return (*details[:8], *([f"… and {len(details) - 8} more"] if details[8:] else []))
-
-
-def _differences(evidence: Evidence) -> str:
-    """Return the ranks' comparison of their calls if all of them failed with a mismatch."""
-    last = [dump.events[-1] for dump in evidence.dumps.ranks.values() if dump.events]
-    if not last or any(event.type != "MismatchError" for event in last):
-        return ""
-    return shortened(" ".join(last[0].message.split()), 600)
+            how = "ended without an error" if rank in dumps.ranks else "left no dump"
+            details.append(f"rank {rank} {how}")
+    return details[:8] + ([f"… and {len(details) - 8} more"] if details[8:] else [])

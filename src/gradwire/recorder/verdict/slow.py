@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
-from gradwire.recorder.verdict.evidence import LIKELY, Finding, Kind, list_ranks, place_of
+from gradwire.recorder.verdict.evidence import LIKELY, Finding, Kind, list_ranks, name_line
 
 _SHARE = 0.05  # fraction of the time that the dumps cover
 _LEAST_NS = 500_000_000  # less may be the machine's own noise
@@ -41,15 +41,14 @@ def _aligned(calls: dict[int, Call]) -> dict[int, Call]:
 
     Empty if an end is unknown, or if ends differ between ranks, such as those of a broadcast.
     """
-    first = next(iter(calls.values()))
+    first, moved = next(iter(calls.values())), {}
     if first.op not in _TOGETHER or not all(call.ended for call in calls.values()):
         return {}
-    return {rank: _moved(call, first.ended - call.ended) for rank, call in calls.items()}
-
-
-def _moved(call: Call, by: int) -> Call:
-    started = call.started + by if call.started else 0
-    return replace(call, created=call.created + by, started=started, ended=call.ended + by)
+    for rank, call in calls.items():
+        by = first.ended - call.ended
+        started = call.started + by if call.started else 0
+        moved[rank] = replace(call, created=call.created + by, started=started, ended=first.ended)
+    return moved
 
 
 def _late(
@@ -66,27 +65,24 @@ def _late(
     if total < max(_SHARE * covered, _LEAST_NS) or total < _MOSTLY * everyones:
         return None
     worst, call = max(times, key=lambda item: item[0])
-    once = worst > _MOSTLY * total
-    how = f"was late once, by {worst / 1e9:.3g} s, before the {call.op} at {place_of(call)}"
-    if not once:
-        how = f"was slow: it was last in {len(times)} of {len(complete)} collectives"
+    line = f"the {call.op} at {name_line(call.frame)}"
+    how = f"was slow: it was last in {len(times)} of {len(complete)} collectives"
+    if worst > _MOSTLY * total:
+        how = f"was late once, by {worst / 1e9:.3g} s, before {line}"
     cause, remedies = _why_late(dumps.ranks[rank], call, worst, total)
     finding = Finding(
         Kind.SLOW_RANK,
         (rank,),
         f"rank {rank} {how}, and the others waited {total / 1e9:.3g} s for it, "
         f"{min(1, total / covered):.0%} of the time{cause}",
+        remedies,
         (
             f"by {median(t for t, _ in times) / 1e6:.3g} ms each (median), {worst / 1e6:.3g} ms at "
-            f"most, before the {call.op} at {place_of(call)}",
+            f"most, before {line}",
         ),
-        remedies,
-        call.op,
-        call.group,
-        call.number,
-        (f"{call.filename}:{call.line}",),
-        confidence=LIKELY,
+        (call.place,),
         rule="slow rank",
+        confidence=LIKELY,
     )
     return total, finding
 
@@ -135,54 +131,51 @@ def _slow_transfer(
         took = max(0, max(call.ended for call in calls.values()) - came)
         first = next(iter(calls.values()))
         spent.setdefault(first.group, []).append((took, first.nbytes))
-        _blame(calls, came, blamed)
-    total = sum(took for times in spent.values() for took, _ in times)
+        times = dict.fromkeys(calls, 0)  # for which each rank was waited for after all had arrived
+        for call in calls.values():
+            late = max(0, came - (call.started or call.created))
+            for rank, waited in call.waits.items():
+                # waiting for late ranks is not part of the transfer
+                times[rank] = times.get(rank, 0) + max(0, waited - late)
+        for rank, time in times.items():
+            blamed.setdefault(rank, []).append(time)
+    in_groups = {group: sum(took for took, _ in each) for group, each in spent.items()}
+    total = sum(in_groups.values())
     if total < max(_SHARE * 5 * covered, _LEAST_NS):
         return None
-    rates = {group: _rate(times) for group, times in spent.items() if sum(t for t, _ in times)}
+    rates = {  # in bytes per second
+        group: sum(nbytes for _, nbytes in spent[group]) / (took / 1e9)
+        for group, took in in_groups.items()
+        if took
+    }
     ranks = _ranks_of_slow(dumps, rates, blamed)
-    rate = min(rates.values())
     whose = f" with {list_ranks(ranks)}" if ranks else ""
     finding = Finding(
         Kind.SLOW_TRANSFER,
         tuple(ranks),
         f"the transfers{whose} were slow: {total / 1e9:.3g} s, {total / covered:.0%} of the time, "
-        f"after all ranks had arrived, at {rate / 1e6:.3g} MB/s",
-        tuple(
-            f"group {group} (ranks {dumps.groups[group]}): {value / 1e6:.3g} MB/s"
-            for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
-        ),
+        f"after all ranks had arrived, at {min(rates.values()) / 1e6:.3g} MB/s",
         (
             f"check the network interface (GLOO_SOCKET_IFNAME), core and memory of "
             f"{list_ranks(ranks) if ranks else 'each rank'}",
             "measure the backends on this machine: gradwire doctor",
         ),
-        confidence=LIKELY,
+        [
+            f"group {group} (ranks {dumps.groups[group]}): {value / 1e6:.3g} MB/s"
+            for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
+        ],
         rule="slow transfer",
+        confidence=LIKELY,
     )
     return total, finding
-
-
-def _blame(calls: Mapping[int, Call], came: int, blamed: dict[int, list[int]]) -> None:
-    """Note how long each rank was waited for in a collective after all had arrived."""
-    times = dict.fromkeys(calls, 0)
-    for call in calls.values():
-        late = max(0, came - (call.started or call.created))
-        for rank, waited in call.waits.items():
-            # waiting for late ranks is not part of the transfer
-            times[rank] = times.get(rank, 0) + max(0, waited - late)
-    for rank, time in times.items():
-        blamed.setdefault(rank, []).append(time)
 
 
 def _ranks_of_slow(
     dumps: Dumps, rates: Mapping[str, float], blamed: Mapping[int, Sequence[int]]
 ) -> list[int]:
-    """Return the rank that waits show, or ranks in all slow groups and in no fast one.
-
-    One long wait shows no rank: its process may have got no core.
-    """
+    """Return the rank that waits show, or ranks in all slow groups and in no fast one."""
     if blamed:
+        # one long wait shows no rank: its process may have got no core
         usual = {rank: sum(times) - max(times) for rank, times in blamed.items()}
         rank = max(usual, key=usual.__getitem__)
         if usual[rank] > 2 * sum(sum(v) for r, v in blamed.items() if r != rank):
@@ -190,11 +183,4 @@ def _ranks_of_slow(
     limit = 0.5 * max(rates.values())
     slow = [set(dumps.groups[g]) for g, value in rates.items() if value < limit]
     fast = [set(dumps.groups[g]) for g, value in rates.items() if value >= limit]
-    if slow and fast:
-        return sorted(set[int].intersection(*slow).difference(*fast))
-    return []
-
-
-def _rate(times: list[tuple[int, int]]) -> float:
-    """Return the rate in bytes per second."""
-    return sum(nbytes for _, nbytes in times) / (sum(took for took, _ in times) / 1e9)
+    return sorted(set[int].intersection(*slow).difference(*fast)) if slow and fast else []
