@@ -21,8 +21,8 @@ from torch import nn
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import protocol, shards
-from gradwire.elastic.member_steps import MemberSteps
 from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.steps import MemberSteps
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -837,7 +837,7 @@ def test_a_member_lost_before_it_knows_that_parameters_differ_fails_too(
     compare, ended, first = MemberSteps._compare, threading.Event(), []
 
     def late(self: MemberSteps, digests: Any) -> None:
-        if self._runtime.rank == 0:
+        if self.runtime.rank == 0:
             first.append(threading.get_ident())
             return compare(self, digests)
         assert ended.wait(20)

@@ -1,4 +1,4 @@
-"""State of training: reduction, restoring of buffers, and transfer to a new member."""
+"""Kept of training: reduction, restoring of buffers, and transfer to a new member."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.kept import State
+from gradwire.elastic.kept import Kept
 from gradwire.errors import (
     ArgumentError,
     DistributedError,
@@ -270,8 +270,8 @@ def test_tensors_arrive_on_the_current_accelerator(monkeypatch: pytest.MonkeyPat
     assert "cpu" not in found
 
 
-def state_of(model: nn.Module, **others: Any) -> State:
-    state = State()
+def state_of(model: nn.Module, **others: Any) -> Kept:
+    state = Kept()
     for name, value in {"model": model, **others}.items():
         state.keep(name, value)
     return state
@@ -282,8 +282,8 @@ def test_a_new_member_gets_what_a_state_dict_leaves_out() -> None:
     source.unsaved += 5
     source.weight.requires_grad_(False)
     sends, receives = state_of(source), state_of(target)
-    data = transfer.dump(sends.kept, sends.beside())
-    receives.put_beside(transfer.load(receives.kept, data))
+    data = transfer.dump(sends.objects, sends.beside())
+    receives.put_beside(transfer.load(receives.objects, data))
     assert target.unsaved.item() == 5
     assert [p.requires_grad for p in target.parameters()] == [False, True]
     with pytest.raises(MismatchError, match=r"of \[\(\(\), torch.float32\)\] here, but 6 and \[\]"):
@@ -303,18 +303,21 @@ class Precise(torch.optim.Optimizer):
 def test_a_new_member_gets_an_optimizer_s_state_in_its_dtypes(tmp_path: Path) -> None:
     """`Optimizer.load_state_dict` casts it to the parameters' dtypes."""
 
-    def built(value: float) -> State:
+    def built(value: float) -> Kept:
         model = nn.Conv2d(2, 3, 2, dtype=torch.bfloat16)
         nn.init.constant_(model.weight, value)
         model.to(memory_format=torch.channels_last if value else torch.contiguous_format)
         return state_of(model, optimizer=Precise(model.parameters()))
 
     first, second, third = built(1.0), built(0.0), built(0.0)
-    transfer.load(second.kept, transfer.dump(first.kept))
-    checkpoint.load(third.kept, checkpoint.save(first.kept, 1, tmp_path))
+    transfer.load(second.objects, transfer.dump(first.objects))
+    checkpoint.load(third.objects, checkpoint.save(first.objects, 1, tmp_path))
     for state in (second, third):
         for one, other in zip(first.parameters, state.parameters, strict=True):
-            mine, found = first.kept["optimizer"].state[one], state.kept["optimizer"].state[other]
+            mine, found = (
+                first.objects["optimizer"].state[one],
+                state.objects["optimizer"].state[other],
+            )
             assert found["master"].dtype is found["nested"][0]["m"].dtype is torch.float32
             assert torch.equal(found["master"], mine["master"])
             assert found["master"].stride() == other.stride()  # members' strides may differ
@@ -393,14 +396,14 @@ def test_large_tensors_of_invalid_sizes_are_refused() -> None:
 def test_a_model_of_another_dtype_is_named() -> None:
     first, second = state_of(nn.Linear(2, 1)), state_of(nn.Linear(2, 1).bfloat16())
     with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here, but"):
-        transfer.load(second.kept, transfer.dump(first.kept))
+        transfer.load(second.objects, transfer.dump(first.objects))
 
 
 def test_a_state_with_more_than_plain_values_is_named() -> None:
     numpy = pytest.importorskip("numpy")
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
-    kept = state_of(model, optimizer=optimizer).kept
+    kept = state_of(model, optimizer=optimizer).objects
     with pytest.raises(NotSupportedError, match=r"numpy.* the kept objects \(model, optimizer\)"):
         transfer.load(kept, transfer.dump(kept))
 

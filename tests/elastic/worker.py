@@ -25,8 +25,8 @@ from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import transfer
 from gradwire.elastic.generations import Groups
-from gradwire.elastic.member_steps import MemberSteps
 from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.steps import MemberSteps
 from gradwire.elastic.tree_sum import TreeSum
 from gradwire.errors import RunOverError
 
@@ -267,7 +267,7 @@ def _arm(job: Job) -> None:
         "sent": (transfer, "exchange"),
         "apply": (MemberSteps, "_apply"),
         "validate": (sys.modules[__name__], "validate"),
-        "settle": (MemberSteps, "_settle"),
+        "settle": (MemberSteps, "settle"),
     }[job.point]
     setattr(owner, name, _killing(getattr(owner, name), job.times))
 

@@ -1,4 +1,4 @@
-"""State of training, and the values of buffers at the beginning of a step."""
+"""Kept of training, and the values of buffers at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Stepper(Protocol):
         ...
 
 
-class State:
+class Kept:
     """Objects that `Run.keep` was given.
 
     Attributes:
-        kept: Objects by name.
+        objects: Objects by name.
         modules: Modules among them, which are trained.
         models: Modules that are wrapped in DistributedDataParallel.
         parameters: Parameters of all modules.
@@ -44,7 +44,7 @@ class State:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
         self.modules: list[nn.Module] = []
         self.models: list[DistributedDataParallel] = []
         self.parameters: list[Parameter] = []
@@ -66,7 +66,7 @@ class State:
             raise ArgumentTypeError(
                 f"{name} is {kind}: pass an object with state_dict and load_state_dict"
             )
-        self.kept[name] = value
+        self.objects[name] = value
         if isinstance(value, nn.Module):
             self.modules.append(value)
             known = {*map(id, self.parameters), *map(id, self._with_buffers)}
@@ -143,7 +143,7 @@ class State:
 
     def _has(self, stepper: object) -> bool:
         """Return True if the object is kept, or is an attribute of a kept object."""
-        kept = self.kept.values()
+        kept = self.objects.values()
         return any(stepper is value for value in kept) or any(
             stepper is part for value in kept for part in _parts(value)
         )

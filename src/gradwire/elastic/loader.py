@@ -13,8 +13,9 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gradwire.elastic.loop import Run, Step
-from gradwire.elastic.shards import Shard
+from gradwire.elastic.loop import Run
+from gradwire.elastic.shards import Shard, seed_of
+from gradwire.elastic.steps import Step
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
@@ -173,11 +174,8 @@ class ShardLoader(Generic[T]):
         self._fetching.append(key)
         self._next = self._after(key)
         step, first, stop = key
-        samples = self._steps.samples
-        if samples is None:
-            raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
-        seed = self._steps.seed_of(step, first, "data")
-        return [seed, *samples.ids(step, Shard(first, stop))]
+        seed = seed_of(self._steps.settings.seed, step, first, "data")
+        return [seed, *self._steps.sample_ids(step, Shard(first, stop))]
 
     def _after(self, key: Key) -> Key:
         """Return what this member needs next, with the current shards."""

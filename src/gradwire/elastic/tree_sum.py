@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.buckets import memory_strides
-from gradwire.elastic.kept import State
+from gradwire.elastic.kept import Kept
 from gradwire.errors import NotSupportedError, ReductionError
 
 Node = tuple[int, int]
@@ -250,7 +250,7 @@ class TreeSum:
     """Reduction of one step after the other, for one generation.
 
     Args:
-        state: Models, with the same parameters, buffers and frozen parameters on every member.
+        kept: Models, with the same parameters, buffers and frozen parameters on every member.
         shards: Number of shards of a step.
         group: Group of the members.
         wait: Function that waits for their collectives.
@@ -262,14 +262,14 @@ class TreeSum:
 
     def __init__(
         self,
-        state: State,
+        kept: Kept,
         shards: int,
         group: ProcessGroup,
         wait: Callable[[Work], object],
         assigned: Sequence[Sequence[int]],
     ) -> None:
-        self._state, self._trained = state, [p.requires_grad for p in state.parameters]
-        self._parameters = [p for p in state.parameters if p.requires_grad]
+        self._kept, self._trained = kept, [p.requires_grad for p in kept.parameters]
+        self._parameters = [p for p in kept.parameters if p.requires_grad]
         self.known = {id(p) for p in self._parameters}
         self._shards, self._group, self._wait = shards, group, wait
         self._columns: list[tuple[Column, list[int]]] = []  # with indices into parameters
@@ -277,7 +277,7 @@ class TreeSum:
         for dtype, indices in by_sum_dtype([gradient_dtype(p) for p in self._parameters]):
             like = [self._parameters[i].detach() for i in indices]
             self._columns.append((Column(dtype, like, add_to_left, group.size()), indices))
-        found = state.buffers()
+        found = kept.buffers()
         for dtype, indices in by_sum_dtype([b.dtype for b in found]):
             add = add_to_left if dtype.is_floating_point or dtype.is_complex else larger_to_left
             column = Column(dtype, [found[i] for i in indices], add, group.size())
@@ -299,7 +299,7 @@ class TreeSum:
 
     def fits(self) -> bool:
         """Return True if the same parameters are trained as at construction."""
-        return self._trained == [p.requires_grad for p in self._state.parameters]
+        return self._trained == [p.requires_grad for p in self._kept.parameters]
 
     def clear(self) -> None:
         """Reset for a new step."""
@@ -374,7 +374,7 @@ class TreeSum:
 
     def _look_at_buffers(self, changed: Tensor) -> list[Tensor]:
         """Return the buffers, and note which ones a shard has changed."""
-        buffers, first = self._state.buffers(), self._state.first_buffers
+        buffers, first = self._kept.buffers(), self._kept.first_buffers
         if [b.shape for b in buffers] != [f.shape for f in first]:
             before, after = ([tuple(b.shape) for b in all_] for all_ in (first, buffers))
             raise NotSupportedError(
@@ -441,7 +441,7 @@ class TreeSum:
                 parameter = self._parameters[index]
                 parameter.grad = as_gradient(view, parameter) if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
-        buffers, first = self._state.buffers(), self._state.first_buffers
+        buffers, first = self._kept.buffers(), self._kept.first_buffers
         by_shards = self._changed.tolist()
         for (column, indices), part in zip(self._buffer_columns, later, strict=True):
             flat = self._gather(column, divide(part, self._shards if column.averaged else 1))
