@@ -1,16 +1,29 @@
-"""Tree in which the gradients of shards are added, with integers only.
+"""Gradients of shards, reduced in one tree over the members, so that the bits never change.
 
 The tree is binary and complete over a power of two of shards. A *node* is the contiguous range of
 shards below it. A member adds up the largest nodes within its own shards; the nodes above are added
 from these in the same order on any member. So every addition has the same two operands with any
 number of members, and the sum has the same bits.
+
+Each shard's gradients are copied into flat tensors, one per dtype, and added to those of the shards
+on their left as far as both are on this member. The rest is sent once: each member gets a slice of
+the subtrees of all members, finishes the tree for its slice, and all gather the slices. If each
+member has one subtree, an all-reduce sends the same amount.
+
+Flat tensors have at least single precision: sums and weights would overflow float16, and bfloat16
+would round them. Their elements are in row-major order, whatever strides the parameters have on
+each member.
+
+Buffers that forward changes, such as running statistics, are reduced as well: every shard begins
+with their values at the beginning of the step; floating-point buffers become the mean over shards,
+others the maximum.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,18 +53,6 @@ def nodes_of(shards: Iterable[int]) -> list[Node]:
     return [node for node, _ in pending]
 
 
-def sibling(node: Node) -> Node:
-    """Return the sibling of a node."""
-    first, size = node
-    return first ^ size, size
-
-
-def parent(node: Node) -> Node:
-    """Return the parent of a node."""
-    first, size = node
-    return first & ~size, 2 * size
-
-
 def add_up(
     shards: int, values: Mapping[Node, Value], add: Callable[[Value, Value], Value]
 ) -> Value:
@@ -68,9 +69,10 @@ def add_up(
     """
     pending: list[tuple[Node, Value]] = []
     for node in sorted(values):
-        merged = push(pending, node, values[node], add)
-    assert merged == (0, shards), "the nodes are not the tree's leaves"
-    return pending[0][1]
+        push(pending, node, values[node], add)
+    ((root, value),) = pending
+    assert root == (0, shards), "the nodes are not the tree's leaves"
+    return value
 
 
 def push(
@@ -78,89 +80,83 @@ def push(
     node: Node,
     value: Value,
     add: Callable[[Value, Value], Value],
-) -> Node:
-    """Append a node, and add siblings: at most log2(shards) nodes are pending.
-
-    Returns:
-        Node that contains the appended one.
-    """
+) -> None:
+    """Append a node, and add siblings: at most log2(shards) nodes are pending."""
     pending.append((node, value))
-    while len(pending) > 1 and pending[-2][0] == sibling(pending[-1][0]) < pending[-1][0]:
-        (left, first), (_, second) = pending[-2:]
-        pending[-2:] = [(parent(left), add(first, second))]
-    return pending[-1][0]
+    while len(pending) > 1:
+        (left, first), ((start, size), second) = pending[-2:]
+        if left != (start - size, size) or not start & size:
+            return
+        pending[-2:] = [((start - size, 2 * size), add(first, second))]
 
 
-class Column:
+class _Column:
     """Tensors that are reduced in one dtype, contiguous in flat memory.
 
     Args:
+        tensors: All tensors.
+        indices: Indices of those in this column.
         dtype: Dtype of the flat memory.
-        like: The tensors.
-        add: Function that writes the combination of two flat tensors to the first.
         width: Number of members, and of slices of the flat memory.
+        averages: True to add tensors, False to take the largest elements.
     """
 
     def __init__(
         self,
+        tensors: Sequence[Tensor],
+        indices: list[int],
         dtype: torch.dtype,
-        like: Sequence[Tensor],
-        add: Callable[[Tensor, Tensor], Tensor],
         width: int,
+        *,
+        averages: bool,
     ) -> None:
-        self.add, self.width = add, width
-        self.dtype, self.shapes = dtype, [t.shape for t in like]
-        self.sizes = [t.numel() for t in like]
+        self.indices, self.dtype, self.width, self.averages = indices, dtype, width, averages
+        self.shapes = [tensors[i].shape for i in indices]
+        self.sizes = [tensors[i].numel() for i in indices]
         self.numel = sum(self.sizes)
         self.chunk = -(-self.numel // width)
-        self._spare: list[Tensor] = []
+        self.pending: list[tuple[Node, Tensor]] = []
+        self.spare: list[Tensor] = []
         # reused in each step, because new pages cost as much as the copies into them
         self.received: Tensor | None = None
         self.result = torch.empty(0, dtype=torch.float32)
 
-    @property
-    def averaged(self) -> bool:
-        """True if the tensors are added, rather than the largest elements taken."""
-        return self.add is add_to_left
-
     def take(self) -> Tensor:
         """Return flat memory with undefined values."""
-        if self._spare:
-            return self._spare.pop()
+        if self.spare:
+            return self.spare.pop()
         flat = torch.empty(self.chunk * self.width, dtype=self.dtype)
         flat[self.numel :].zero_()
         return flat
-
-    def give(self, flat: Tensor) -> None:
-        """Return memory for reuse."""
-        self._spare.append(flat)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the tensors as views of flat memory."""
         parts = flat[: self.numel].split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        """Write the sum, or the larger elements, to the left tensor, and return it."""
+        return left.add_(right) if self.averages else torch.maximum(left, right, out=left)
+
     def merge(self, left: Tensor, right: Tensor) -> Tensor:
         """Add the second tensor to the first, and reuse the memory of the second."""
-        total = self.add(left, right)
-        self.give(right)
-        return total
+        self.spare.append(right)
+        return self.add(left, right)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of a dtype are added: at least single precision."""
-    if dtype.is_complex:
-        return torch.promote_types(dtype, torch.complex64)
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize >= 4 else torch.float32
-    return dtype
-
-
-def by_sum_dtype(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, list[int]]]:
-    """Yield each dtype of a sum, with the indices of the tensors added in it."""
-    sums = [_sum_dtype(dtype) for dtype in dtypes]
-    for found in dict.fromkeys(sums):
-        yield found, [index for index, dtype in enumerate(sums) if dtype == found]
+def _columns(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], width: int) -> list[_Column]:
+    """Return a column for each dtype in which tensors are added."""
+    found: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        averages = dtype.is_floating_point or dtype.is_complex
+        if averages:  # at least single precision
+            single = torch.complex64 if dtype.is_complex else torch.float32
+            dtype = dtype if dtype.itemsize >= single.itemsize else single
+        found.setdefault((dtype, averages), []).append(index)
+    return [
+        _Column(tensors, indices, dtype, width, averages=averages)
+        for (dtype, averages), indices in found.items()
+    ]
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -178,42 +174,6 @@ def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
         return mean
     own = torch.empty_strided(mean.shape, strides, dtype=dtype, device=parameter.device)
     return own.copy_(mean)
-
-
-def add_to_left(left: Tensor, right: Tensor) -> Tensor:
-    """Write the sum to the left tensor, and return it."""
-    return left.add_(right)
-
-
-def larger_to_left(left: Tensor, right: Tensor) -> Tensor:
-    """Write the larger elements to the left tensor, and return it."""
-    return torch.maximum(left, right, out=left)
-
-
-def divide(flat: Tensor, count: float) -> Tensor:
-    """Divide in place, and return the tensor; zeros if the count is 0."""
-    if count == 1:
-        return flat
-    return flat.div_(count) if count else flat.zero_()
-
-
-def by_slice(flats: Sequence[Tensor], chunk: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return flat tensors in the order in which an all_to_all sends their slices."""
-    if not flats:
-        return torch.empty(0, dtype=dtype)
-    return torch.stack([flat.view(size, chunk) for flat in flats], dim=1).view(-1)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's bytes, which every backend can send."""
-    return tensor.view(torch.uint8)
-
-
-def splits(column: Column, received: Sequence[int], rank: int) -> tuple[Any, Any]:
-    """Return the numbers of bytes to receive from, and to send to, each member."""
-    width = column.dtype.itemsize
-    sent = received[rank] * width
-    return [count * width for count in received], [sent] * column.width
 
 
 class Contribution(NamedTuple):
@@ -272,30 +232,21 @@ class TreeSum:
         self._parameters = [p for p in kept.parameters if p.requires_grad]
         self.known = {id(p) for p in self._parameters}
         self._shards, self._group, self._wait = shards, group, wait
-        self._columns: list[tuple[Column, list[int]]] = []  # with indices into parameters
-        self._buffer_columns: list[tuple[Column, list[int]]] = []  # with indices into buffers
-        for dtype, indices in by_sum_dtype([gradient_dtype(p) for p in self._parameters]):
-            like = [self._parameters[i].detach() for i in indices]
-            self._columns.append((Column(dtype, like, add_to_left, group.size()), indices))
-        found = kept.buffers()
-        for dtype, indices in by_sum_dtype([b.dtype for b in found]):
-            add = add_to_left if dtype.is_floating_point or dtype.is_complex else larger_to_left
-            column = Column(dtype, [found[i] for i in indices], add, group.size())
-            self._buffer_columns.append((column, indices))
-        self._pending: list[list[tuple[Node, Tensor]]] = []
+        self._rank, self._size, buffers = group.rank(), group.size(), kept.buffers()
+        dtypes = [gradient_dtype(p) for p in self._parameters]
+        self._of_gradients = _columns(self._parameters, dtypes, self._size)
+        self._of_buffers = _columns(buffers, [b.dtype for b in buffers], self._size)
+        self._columns = [*self._of_gradients, *self._of_buffers]
+        self._flags = len(self._parameters), len(buffers)
         self.assign(assigned)
         self.clear()
 
     def assign(self, assigned: Sequence[Sequence[int]]) -> None:
         """Set the shards of each member for the steps that follow."""
-        self._own = assigned[self._group.rank()]
+        self._own = assigned[self._rank]
         self._nodes = [nodes_of(shards) for shards in assigned]
-        for column in self._all_columns:
+        for column in self._columns:
             column.received = None
-
-    @property
-    def _all_columns(self) -> list[Column]:
-        return [column for column, _ in (*self._columns, *self._buffer_columns)]
 
     def fits(self) -> bool:
         """Return True if the same parameters are trained as at construction."""
@@ -303,14 +254,11 @@ class TreeSum:
 
     def clear(self) -> None:
         """Reset for a new step."""
-        columns = self._all_columns
-        for column, pending in zip(columns, self._pending, strict=False):
-            for _, flat in pending:
-                column.give(flat)
-        self._pending = [[] for _ in columns]
+        for column in self._columns:
+            column.spare += [flat for _, flat in column.pending]
+            column.pending = []
         self._weights = torch.zeros(self._shards, dtype=torch.float64)
-        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
-        self._changed = torch.zeros(sum(len(i) for _, i in self._buffer_columns), dtype=torch.uint8)
+        self._used, self._changed = (torch.zeros(n, dtype=torch.uint8) for n in self._flags)
         self._missing = deque(self._own)
 
     def collect(self, weight: float, *, apart: bool) -> Contribution:
@@ -321,28 +269,53 @@ class TreeSum:
             apart: True if the result is used without those of this member's previous shards.
 
         Raises:
-            NotSupportedError: A gradient is sparse.
+            NotSupportedError: A gradient is sparse, or a buffer has another shape.
         """
-        used = torch.zeros_like(self._used)
-        flats = []
-        for column, indices in self._columns:
+        used, flats = torch.zeros_like(self._used), []
+        for column in self._of_gradients:
             flat = column.take()
-            self._copy_gradients(column.views(flat), indices, used)
+            targets, sources = [], []
+            for view, index in zip(column.views(flat), column.indices, strict=True):
+                parameter = self._parameters[index]
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is None:
+                    view.zero_()
+                    continue
+                if gradient.layout != torch.strided:
+                    raise NotSupportedError(
+                        "reproducible=True does not support sparse gradients: use dense ones, or "
+                        "elastic.join(reproducible=False)"
+                    )
+                used[index] = 1
+                targets.append(view)
+                sources.append(gradient)
+            if targets:
+                torch._foreach_copy_(targets, sources)
             if weight != 1:
                 flat.mul_(weight)
             flats.append(flat)
+        buffers, first = self._kept.buffers(), self._kept.first_buffers
+        if [b.shape for b in buffers] != [f.shape for f in first]:
+            before, after = ([tuple(b.shape) for b in all_] for all_ in (first, buffers))
+            raise NotSupportedError(
+                f"forward has changed the shapes of buffers from {before} to {after}: allocate "
+                "them with their final shapes before run.steps"
+            )
         changed = torch.zeros_like(self._changed) if apart else self._changed.clone()
-        buffers = self._look_at_buffers(changed)
-        for column, indices in self._buffer_columns:
-            flat = column.take()
-            torch._foreach_copy_(column.views(flat), [buffers[i] for i in indices])
-            flats.append(flat)
+        known = changed.tolist()
+        for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
+            if not known[index] and not torch.equal(buffer, value):
+                changed[index] = 1
+        for column in self._of_buffers:
+            flats.append(column.take())
+            sources = [buffers[i] for i in column.indices]
+            torch._foreach_copy_(column.views(flats[-1]), sources)
         return Contribution(flats, weight, used, changed)
 
     def copy_of(self, contribution: Contribution) -> Contribution:
         """Return a copy, in memory that fits the number of members."""
         flats = []
-        for column, flat in zip(self._all_columns, contribution.flats, strict=True):
+        for column, flat in zip(self._columns, contribution.flats, strict=True):
             flats.append(column.take())
             flats[-1][: column.numel].copy_(flat[: column.numel])
         return contribution._replace(flats=flats)
@@ -351,9 +324,7 @@ class TreeSum:
         """Return the shards whose results each member holds."""
         mine = torch.zeros(self._shards, dtype=torch.uint8)
         mine[list(own)] = 1
-        gathered = torch.empty(self._group.size() * self._shards, dtype=torch.uint8)
-        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
-        return [row.nonzero().flatten().tolist() for row in gathered.view(-1, self._shards)]
+        return [row.nonzero().flatten().tolist() for row in self._all_gather(mine)]
 
     def add(self, shard: int, contribution: Contribution) -> None:
         """Add the result of a shard, whose memory is then reused.
@@ -368,45 +339,8 @@ class TreeSum:
         self._weights[shard] = contribution.weight
         self._used |= contribution.used
         self._changed |= contribution.changed
-        columns = zip(self._pending, contribution.flats, self._all_columns, strict=True)
-        for pending, flat, column in columns:
-            push(pending, (shard, 1), flat, column.merge)
-
-    def _look_at_buffers(self, changed: Tensor) -> list[Tensor]:
-        """Return the buffers, and note which ones a shard has changed."""
-        buffers, first = self._kept.buffers(), self._kept.first_buffers
-        if [b.shape for b in buffers] != [f.shape for f in first]:
-            before, after = ([tuple(b.shape) for b in all_] for all_ in (first, buffers))
-            raise NotSupportedError(
-                f"forward has changed the shapes of buffers from {before} to {after}: allocate "
-                "them with their final shapes before run.steps"
-            )
-        known = changed.tolist()
-        for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
-            if not known[index] and not torch.equal(buffer, value):
-                changed[index] = 1
-        return buffers
-
-    def _copy_gradients(
-        self, views: Sequence[Tensor], indices: Sequence[int], used: Tensor
-    ) -> None:
-        targets, sources = [], []
-        for view, index in zip(views, indices, strict=True):
-            parameter = self._parameters[index]
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                view.zero_()
-                continue
-            if gradient.layout != torch.strided:
-                raise NotSupportedError(
-                    "reproducible=True does not support sparse gradients: use dense ones, or "
-                    "elastic.join(reproducible=False)"
-                )
-            used[index] = 1
-            targets.append(view)
-            sources.append(gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        for column, flat in zip(self._columns, contribution.flats, strict=True):
+            push(column.pending, (shard, 1), flat, column.merge)
 
     @torch.no_grad()
     def reduce(
@@ -431,67 +365,77 @@ class TreeSum:
         """
         if self._missing:
             raise ReductionError(f"shard {self._missing[0]} of this step had no backward")
-        slices = [self._sum_slice(number, c) for number, c in enumerate(self._all_columns)]
+        slices = [self._sum_slice(column) for column in self._columns]
         notes = self._gather_notes(stop, seconds, digest)
-        total = float(self._weights.sum())
-        used, later = self._used.tolist(), slices[len(self._columns) :]
-        for (column, indices), part in zip(self._columns, slices, strict=False):
-            flat = self._gather(column, divide(part, total))
-            for view, index in zip(column.views(flat), indices, strict=True):
+        total, used = float(self._weights.sum()), self._used.tolist()
+        count, by_shards = len(self._of_gradients), self._changed.tolist()
+        for column, part in zip(self._of_gradients, slices[:count], strict=True):
+            flat = self._gather_slices(column, part, total)
+            for view, index in zip(column.views(flat), column.indices, strict=True):
                 parameter = self._parameters[index]
                 parameter.grad = as_gradient(view, parameter) if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
         buffers, first = self._kept.buffers(), self._kept.first_buffers
-        by_shards = self._changed.tolist()
-        for (column, indices), part in zip(self._buffer_columns, later, strict=True):
-            flat = self._gather(column, divide(part, self._shards if column.averaged else 1))
-            for index, value in zip(indices, column.views(flat), strict=True):
+        for column, part in zip(self._of_buffers, slices[count:], strict=True):
+            flat = self._gather_slices(column, part, self._shards if column.averages else 1)
+            for index, value in zip(column.indices, column.views(flat), strict=True):
                 # summing masks that hold the largest float would give infinity
                 changed.append((buffers[index], value if by_shards[index] else first[index]))
         return changed, notes
 
-    def _sum_slice(self, number: int, column: Column) -> Tensor:
+    def _sum_slice(self, column: _Column) -> Tensor:
         """Return this member's slice of the sum over all shards."""
-        rank, size, chunk = self._group.rank(), self._group.size(), column.chunk
-        mine = [flat for _, flat in self._pending[number]]
+        size, chunk = self._size, column.chunk
+        mine = [flat for _, flat in column.pending]
         if size == 1:
-            self._pending[number] = []  # it holds the gradients from now on
+            column.pending = []  # it holds the gradients from now on
             return mine[0]
         # for each member, its slice of each node of this member
-        sent = mine[0] if len(mine) == 1 else by_slice(mine, chunk, size, column.dtype)
-        sizes = [len(of) * chunk for of in self._nodes]
+        if len(mine) == 1:
+            sent = mine[0]
+        elif mine:
+            sent = torch.stack([flat.view(size, chunk) for flat in mine], dim=1).view(-1)
+        else:
+            sent = torch.empty(0, dtype=column.dtype)
+        order = [node for nodes in self._nodes for node in nodes]
         if column.received is None:
-            column.received = torch.empty(sum(sizes), dtype=column.dtype)
+            column.received = torch.empty(len(order) * chunk, dtype=column.dtype)
             column.result = torch.empty(size * chunk, dtype=column.dtype)
         received = column.received
-        exchange = getattr(self._group, ALL_TO_ALL_SINGLE)
-        self._wait(exchange(as_bytes(received), as_bytes(sent), *splits(column, sizes, rank)))
+        numbers = [len(nodes) * chunk * column.dtype.itemsize for nodes in self._nodes]
+        exchange = getattr(self._group, ALL_TO_ALL_SINGLE)  # bytes, which every backend can send
+        as_bytes = received.view(torch.uint8), sent.view(torch.uint8)
+        self._wait(exchange(*as_bytes, numbers, [numbers[self._rank]] * size))
         slices = received.view(-1, chunk).unbind()
-        order = [node for of in self._nodes for node in of]
         return add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
 
-    def _gather(self, column: Column, part: Tensor) -> Tensor:
-        """Return the slices of all members; of a single member, its own memory."""
-        if self._group.size() == 1:
+    def _gather_slices(self, column: _Column, part: Tensor, count: float) -> Tensor:
+        """Divide a slice, and return those of all members; of a single member, its own memory."""
+        if count != 1:
+            part = part.div_(count) if count else part.zero_()
+        if self._size == 1:
             return part
         gather = getattr(self._group, ALL_GATHER_SINGLE)
-        self._wait(gather(as_bytes(column.result), as_bytes(part)))
+        self._wait(gather(column.result.view(torch.uint8), part.view(torch.uint8)))
         return column.result
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        """Return the bytes of all members, in one row each."""
+        gathered = torch.empty(self._size, mine.numel(), dtype=torch.uint8)
+        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered.view(-1), mine))
+        return gathered
 
     def _gather_notes(self, stop: bool, seconds: float, digest: bytes) -> Notes:
         """Gather weights, used parameters and changed buffers of all shards, and the notes."""
-        if self._group.size() == 1:
+        if self._size == 1:
             return Notes(stop, [seconds], [digest])
         numbers = torch.cat([self._weights, torch.tensor([seconds], dtype=torch.float64)])
         flags = torch.cat([self._used, self._changed, torch.tensor([stop], dtype=torch.uint8)])
         parts = [numbers.view(torch.uint8), torch.tensor(list(digest), dtype=torch.uint8), flags]
-        mine = torch.cat(parts)
-        gathered = torch.empty(self._group.size() * mine.numel(), dtype=torch.uint8)
-        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
-        rows = gathered.view(self._group.size(), -1).split([part.numel() for part in parts], dim=1)
+        gathered = self._all_gather(torch.cat(parts))
+        rows = gathered.split([part.numel() for part in parts], dim=1)
         of_members = rows[0].clone().view(torch.float64)
         self._weights = of_members[:, :-1].sum(dim=0)  # 0 for the shards of others
-        lengths = [len(self._used), len(self._changed), 1]
-        self._used, self._changed, asked = rows[2].amax(dim=0).split(lengths)
+        self._used, self._changed, asked = rows[2].amax(dim=0).split([*self._flags, 1])
         digests = [bytes(row) for row in rows[1].tolist()]
         return Notes(bool(asked), of_members[:, -1].tolist(), digests)
