@@ -310,7 +310,7 @@ def test_names_of_the_class() -> None:
             assert data["static_graph"] == 1
             assert "error" not in data
             copied = copy.deepcopy(model)  # as after `refit` and `_set_static_graph`
-            assert all(m.reducer._backward.reword is not None for m in (model, copied))
+            assert all(m.reducer.reword is not None for m in (model, copied))
 
     run_ranks(main, 2)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import Trap, assert_same, average_used, mlp
-from gradwire.ddp import DistributedDataParallel, Reducer, broadcast_coalesced
+from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
 from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.reducer import launch
 from gradwire.errors import (
@@ -621,7 +621,7 @@ def test_a_failure_one_step_ahead_is_raised_a_step_later():
             net.module.sprung = False
             assert_good_step(net)  # rings, and meets rank 1 in its step 3
         else:
-            channel = net.reducer._backward.domain.channel
+            channel = net.reducer.domain.channel
 
             def held(work, poll, **options):
                 while not channel.error_reported():
@@ -784,14 +784,6 @@ def test_state_and_hook_in_the_wrong_order():
 def test_a_group_is_needed():
     with pytest.raises(ArgumentError, match="init_process_group first"):
         DistributedDataParallel(mlp())
-
-
-def test_a_reducer_without_parameters():
-    def main():
-        with pytest.raises(ArgumentError, match="nothing to reduce"):
-            Reducer([], dist.group.WORLD)
-
-    run_ranks(main, 1)
 
 
 @pytest.mark.wide

@@ -22,7 +22,7 @@ from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.reducer.arrival import on_bucket_ready
+from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_before_its_vote():
         net.register_comm_hook(None, mean)
         assert_good_step(net)
         if dist.get_rank() == 1:
-            launcher = net.reducer._backward.launcher
+            launcher = net.reducer.launcher
             launcher.vote = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError):
             step(net)
@@ -178,7 +178,7 @@ def test_an_exception_while_waiting_for_the_last_message(hook):
         assert_good_step(net)
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            domain = net.reducer._backward.domain
+            domain = net.reducer.domain
 
             def interrupted(waiter):
                 if waiter.state is not BackwardState.COMMITTING:  # its forward waits, too
@@ -193,7 +193,7 @@ def test_an_exception_while_waiting_for_the_last_message(hook):
             with pytest.raises(ReductionError, match=r"ranks \[1\].*same parameters"):
                 step(net)
         else:
-            backward = net.reducer._backward
+            backward = net.reducer
             launch, vote = backward.launcher.launch, backward.launcher.vote
             late = backward.launcher
 
@@ -499,9 +499,9 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
 
     def main():
         parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(8)]
-        reducer = Reducer(parameters, dist.group.WORLD, caps=[16])
-        backward = reducer._backward
-        assert len(backward.buckets) == 8
+        reducer = Reducer(parameters, dist.group.WORLD, ReducerOptions(caps=[16]))
+        buckets = reducer.bucket_set
+        assert len(buckets) == 8
         reducer.prepare()
         launched, inside = [], threading.Event()
 
@@ -509,26 +509,25 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
             launched.append(bucket)
             inside.set()
             threading.Event().wait(0.05)  # as long as a backend may keep a thread
-            backward.launcher.launched.append(
+            reducer.launcher.launched.append(
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )
 
-        backward.launcher.launch, backward.launcher.copy_in = launch, lambda bucket: None
-        backward.state = type(backward.state).RUNNING
-        backward.take_turn()
-        for bucket in backward.buckets:
+        reducer.launcher.launch, reducer._copy_in = launch, lambda bucket: None
+        reducer.state = BackwardState.RUNNING
+        reducer.take_turn()
+        for bucket in buckets:
             bucket.ready.append(bucket.members[0])
         threads = [
-            threading.Thread(target=on_bucket_ready, args=(backward, backward.buckets[i]))
-            for i in (0, 1)
+            threading.Thread(target=reducer.on_bucket_ready, args=(buckets[i],)) for i in (0, 1)
         ]
         threads[0].start()
         assert inside.wait(10)  # the first is in the middle of a launch
         threads[1].start()
         for thread in threads:
             thread.join()
-        assert launched == list(backward.buckets)[:-1]  # the last one is for the end
-        backward.launcher.launched.clear()
+        assert launched == list(buckets)[:-1]  # the last one is for the end
+        reducer.launcher.launched.clear()
 
     run_ranks(main, 1, timeout=30)
 
@@ -552,7 +551,7 @@ def test_a_first_message_that_is_late_is_a_timeout():
 def test_the_log_does_not_grow():
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-        domain = net.reducer._backward.domain
+        domain = net.reducer.domain
         for _ in range(3):
             assert_good_step(net)
             assert not domain.log.sent
@@ -612,7 +611,7 @@ def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
 
     def main():
         net = DistributedDataParallel(mlp())
-        launcher = net.reducer._backward.launcher
+        launcher = net.reducer.launcher
         future = torch.futures.Future()
         launcher._domain.hook_future = future
 

@@ -275,7 +275,7 @@ def test_optimizers_in_backward_step_when_finalized():
 
 
 def packed(net):
-    return [b for b in net.reducer._backward.buckets if isinstance(b, PackedBucket)]
+    return [b for b in net.reducer.bucket_set if isinstance(b, PackedBucket)]
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp.common import Trap, assert_same, average_used, mlp
 from gradwire.ddp import DistributedDataParallel
-from gradwire.ddp.buckets.lent import LentGradients
+from gradwire.ddp.buckets.packed import LentGradients
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.testing import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets import packed
-from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.testing import run_ranks
 
@@ -112,7 +112,7 @@ def test_gradients_are_moved_after_the_copy_as_on_accelerators(view):
         with (
             mock.patch.object(packed, "CACHED", ()),
             mock.patch.object(packed, "MOVE_BYTES", 80),
-            mock.patch.object(BucketAssigner, "_on_cpu", new=False),
+            mock.patch.object(BucketSet, "_on_cpu", new=False),
             mock.patch.object(PackedBucket, "_move_to", noting),
         ):
             for n in SIZES[:3]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
-from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
 from gradwire.testing import run_ranks
 
@@ -101,7 +101,7 @@ def test_a_rebuild_of_buckets_that_is_interrupted(options):
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, **options)
         check(net)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BucketAssigner, "make", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(BucketSet, "_new_buckets", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 net(torch.ones(2, 4))
         net.weight(1)

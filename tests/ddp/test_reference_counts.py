@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.ddp.buckets import lent, ownership
+from gradwire.ddp.buckets import ownership
 
 
 class Functions(TorchFunctionMode):
@@ -42,7 +42,7 @@ TRANSFORMS = {
 
 
 def measure():
-    return ownership._references(), lent._counts()
+    return ownership._references(), ownership._counts()
 
 
 def expect_the_same(counts):
@@ -50,7 +50,7 @@ def expect_the_same(counts):
     names = ("INCOMING_REFERENCES", "BASE_REFERENCES", "GRADIENT_REFERENCES")
     assert references == tuple(getattr(ownership, name) for name in names)
     assert all(1 < count < 10 for count in references)
-    assert holders == (lent._REFERENCES, lent._HOLDERS)
+    assert holders == (ownership._REFERENCES, ownership._HOLDERS)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.ddp.buckets.lent import OwnTensors
+from gradwire.ddp.buckets.ownership import are_unused
 
 CHANGES = [
     lambda t: t.requires_grad_(),
@@ -26,10 +26,8 @@ held = []
 @pytest.mark.parametrize("change", CHANGES)
 def test_altered_or_referenced_tensors_are_not_reused(change):
     views = [torch.zeros(2, 3), torch.zeros(2, 3)]
-    own = OwnTensors(views)
-    tensors = own.get()
-    del tensors
-    assert own.are_unused()
-    change(own.get()[1])
-    assert not own.are_unused()
+    tensors = [view.data for view in views]
+    assert are_unused(tensors, views)
+    change(tensors[1])
+    assert not are_unused(tensors, views)
     held.clear()

@@ -221,7 +221,7 @@ def test_how_many_messages_weights_need(hook):
         for weight in (None, None, None, 2, 3):  # the second step begins with the buckets' order
             backward(net, weight, rows(1))
             net.zero_grad()
-            ends.append(net.reducer._backward.end)
+            ends.append(net.reducer.end)
         sent = [after - before for before, after in itertools.pairwise(ends)]
         return sent[1] == sent[2] == sent[3] == {None: 1, "fp16": 3}.get(hook, 2)
 

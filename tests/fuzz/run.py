@@ -174,7 +174,7 @@ def _as_if_large(seed: int) -> Iterator[None]:
         elif seed % 3 == 2:
             patch(packed, "CACHED", ())
             patch(packed, "MOVE_BYTES", 40)
-            patch(assignment.BucketAssigner, "_on_cpu", False)
+            patch(assignment.BucketSet, "_on_cpu", False)
         yield
 
 

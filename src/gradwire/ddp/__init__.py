@@ -10,7 +10,7 @@ from gradwire.ddp.group import broadcast_options as broadcast_options
 from gradwire.ddp.hook_handles import WeakHook as WeakHook
 from gradwire.ddp.reduced_module import load_state as load_state
 from gradwire.ddp.reduced_module import save_state as save_state
-from gradwire.ddp.reducer.log import BucketLog, LoggingData
+from gradwire.ddp.reducer.reducer import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer as Reducer
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import describe as describe

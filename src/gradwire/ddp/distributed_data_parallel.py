@@ -27,7 +27,6 @@ from gradwire.ddp.broadcast import BufferHook, Buffers
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.options import ReducerOptions
-from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.reduced_module import (
     ReducedModule,
     StepInfo,
@@ -37,8 +36,13 @@ from gradwire.ddp.reduced_module import (
     load_state,
     save_state,
 )
-from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.reducer import Reducer, check_unshared
+from gradwire.ddp.reducer.reducer import (
+    LoggingData,
+    Reducer,
+    beginnings,
+    check_unshared,
+    with_own_nodes,
+)
 from gradwire.errors import NotSupportedError
 from gradwire.hooks import CommHook, StatefulHook
 

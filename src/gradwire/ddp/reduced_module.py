@@ -123,7 +123,7 @@ class ReducedModule:
             self.reducer.close()
         self.reducer = Reducer(reduced, self.group, options)
         if self._reword is not None:
-            self.reducer.reword_unexpected(self._reword)
+            self.reducer.reword = self._reword
         self._replicas = Replicas(named, self.reducer)
         self._apply_hook()
 
@@ -164,9 +164,9 @@ class ReducedModule:
         return averages and (other is self.group or not isinstance(other, ProcessGroup))
 
     def reword_unexpected(self, reword: Reword) -> None:
-        """See `Reducer.reword_unexpected`. Copies do not have the function."""
+        """Let a function convert errors of unexpected gradients. Copies do not have the function."""
         self._reword = reword
-        self.reducer.reword_unexpected(reword)
+        self.reducer.reword = reword
 
     def set_options(self, **changes: Any) -> None:
         """Change options of reducers that are created later."""
@@ -215,7 +215,7 @@ class ReducedModule:
 
     def recover(self) -> None:
         """Raise errors of earlier steps, before the ranks communicate for a forward."""
-        self.reducer.recover()
+        self.reducer.raise_if_unfinished()
         self._replicas.verify()
         self._parameter_check.check()
 
@@ -346,7 +346,7 @@ class UnevenInputs(JoinHook):
         group, reducer = self._reduced.group, self._reduced.reducer
         step = self.next_step(StepInfo())
         if step.reduce:
-            reducer.recover()
+            reducer.raise_if_unfinished()
         if step.sync_buffers:
             self._buffers.sync(group, root=agree_on_rank(group, candidate=False))
         if step.reduce:
@@ -359,7 +359,7 @@ class UnevenInputs(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the parameters and buffers of a rank that took part in every step."""
         group = self._reduced.group
-        self._reduced.reducer.end_uneven()
+        self._reduced.reducer.shadowed = False
         self.root = agree_on_rank(group, candidate=is_last_joiner)
         buffers = self._buffers.named().items() if self._broadcast else ()
         broadcast_values(group, [*self._reduced.named, *buffers], group_src=self.root)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NoReturn
@@ -21,7 +22,7 @@ from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.reducer.tally import Forwards
+from gradwire.ddp.reducer.weights import Forwards
 from gradwire.errors import MismatchError
 from gradwire.recorder import record_error
 
@@ -104,8 +105,7 @@ class Replicas:
         self.every = 0
         self._noted: _Snapshot | None = None
         self._sent: _Snapshot | None = None
-        self._sums = reducer.replica_sums
-        self._sums.send_from(self._message)
+        reducer.replica_message = weakref.WeakMethod(self._message)
 
     def note(self, *, changes: bool) -> None:
         """Compute the digest, if one is due, before a step's first forward.
@@ -135,11 +135,11 @@ class Replicas:
         return rows
 
     def _is_due(self) -> bool:
-        return 0 < self.every <= self._sums.backwards
+        return 0 < self.every <= self._reducer.since_replicas
 
     def verify(self) -> None:
         """Raise MismatchError on every rank if parameters differed in the last backward."""
-        sums, sent = self._sums.receive(), self._sent
+        sums, sent = self._reducer.receive_replicas(), self._sent
         if sums is None or sent is None:
             return
         same = (sums == sums[0]).all(0).tolist()

@@ -1,15 +1,17 @@
-"""Assignment of parameters to buckets, and the order in which buckets are launched.
+"""Assignment of a reducer's parameters to buckets, in the order in which these are launched.
 
-`BucketAssigner.make` returns the reducer's buckets in launch order, given the order in which
-parameters become ready. `gradwire.buckets.plan_buckets` chooses the bucket sizes.
+The order is derived from one in which parameters become ready. `gradwire.buckets.plan_buckets`
+chooses the sizes of buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -33,8 +35,8 @@ messages are not."""
 _NO_LIMIT = 1 << 62
 
 
-class BucketAssigner:
-    """Factory of a reducer's buckets.
+class BucketSet:
+    """Buckets of a reducer, in launch order.
 
     Args:
         named: Names and parameters of the reducer.
@@ -44,6 +46,8 @@ class BucketAssigner:
             bucket. Unused with a hook.
 
     Attributes:
+        of: Bucket of each parameter.
+        weights_bucket: Bucket that carries the sums of weights, if there is one.
         layout: Parameter indices of each bucket, if set. The order of readiness is then ignored.
         counts: For a static graph, the number of times that each parameter's gradient arrives in
             a backward. The default is 1.
@@ -66,37 +70,82 @@ class BucketAssigner:
         self.counts: Mapping[int, int] = {}
         self.ownership = Ownership()
         # The current strides are the same on all ranks: their models have just been compared.
-        self._like = [_without_values(p) for p in self.parameters]
+        self._like = [
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            for p in self.parameters
+        ]
         # A tensor of one dimension has one layout. Each of the others takes 0.1 µs per step.
         self._turnable = [p for p in self.parameters if p.dim() > 1]
         self._strides = [p.stride() for p in self._turnable]
+        self._buckets: list[Bucket] = []
+        self.of: list[Bucket] = []
+        self.weights_bucket: Bucket | None = None
+        self._with_hook = False
+        self._interrupted: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __getitem__(self, index: int) -> Bucket:
+        return self._buckets[index]
+
+    # -- assignment --------------------------------------------------------------------------
 
     def first_order(self) -> list[int]:
         """Return the reverse order of registration, as PyTorch does before the first backward."""
         return list(range(len(self.parameters)))[::-1]
 
-    def make(self, order: Sequence[int], *, with_hook: bool) -> list[Bucket]:
-        """Return buckets in launch order for parameters that become ready in this order.
+    def make(self, order: Sequence[int], *, with_hook: bool) -> None:
+        """Replace the buckets by buckets for parameters that become ready in this order.
 
-        Parameters that are not in `order` have no bucket.
+        A parameter that is not in `order` is in no bucket, and its gradient is unexpected.
         """
+        self._interrupted = partial(self.make, order, with_hook=with_hook)
+        self._with_hook = with_hook
+        for bucket in self._buckets:
+            bucket.record_use()
+        # Release the old buckets first, so that the new ones can use their memory.
+        self.of, self._buckets, self.weights_bucket = [], [], None
+        self._buckets = self._new_buckets(order)
+        self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
+        # A parameter in no bucket gets a bucket that expects no gradient and is never launched.
+        # Sparse buckets allocate no memory.
+        context = BucketContext(self.group, self.ownership, self.options)
+        members = (self._member(i, 0) for i in range(len(self.parameters)))
+        self.of = [SparseBucket(member, 1.0, context) for member in members]
+        for bucket in self._buckets:
+            for i in bucket.members:
+                self.of[i] = bucket
+        self._interrupted = None
+
+    def finish_making(self) -> None:
+        """Finish a call of `make` that an exception such as KeyboardInterrupt ended."""
+        if self._interrupted is not None:
+            self._interrupted()
+
+    def _new_buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """Return buckets in launch order, for the parameters in `order`."""
         as_views = self.options.gradient_as_bucket_view
         old_views = {i: self.parameters[i].grad for i in order} if as_views else {}
         buckets: list[Bucket] = []
         context = BucketContext(self.group, self.ownership, self.options, lend=self._on_cpu)
-        extra_numel = 0 if with_hook else self._extra_numel
-        scale = 1.0 if with_hook else 1.0 / self.group.size()
-        carrier = self._carrier(order, with_hook=with_hook)
-        for members in self._partition(order, with_hook=with_hook):
+        extra_numel = 0 if self._with_hook else self._extra_numel
+        scale = 1.0 if self._with_hook else 1.0 / self.group.size()
+        carrier = self._carrier(order)
+        for indices in self._partition(order):
             packed = []
-            for i in members:
+            for i in indices:
+                member = self._member(i, self.counts.get(i, 1))
                 if i in self._sparse:
-                    buckets.append(SparseBucket(self.member(i), scale, context))
-                elif i != carrier and self._travels_alone(i, with_hook=with_hook):
+                    buckets.append(SparseBucket(member, scale, context))
+                elif i != carrier and self._travels_alone(i):
                     # Launched before the packed bucket, which may become ready later.
-                    buckets.append(InPlaceBucket(self.member(i), scale, context))
+                    buckets.append(InPlaceBucket(member, scale, context))
                 else:
-                    packed.append(self.member(i))
+                    packed.append(member)
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = extra_numel if exact else 0
@@ -107,15 +156,23 @@ class BucketAssigner:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
-    def _partition(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
+    def _member(self, index: int, count: int) -> Member:
+        return Member(index, self.names[index], self.parameters[index], self._like[index], count)
+
+    def _partition(self, order: Sequence[int]) -> list[Sequence[int]]:
         """Return the parameters of each bucket, in launch order."""
         if self.layout is not None:
             wanted = set(order)
             given = [[i for i in members if i in wanted] for members in self.layout]
             return [members for members in given if members]
-        caps = self._caps(with_hook=with_hook)
         soon = [i for i in order if i not in self._delayed]
         late = [i for i in order if i in self._delayed]
+        caps = self.options.caps
+        if caps is None:
+            # On the CPU, no small first bucket: with two ranks on two cores and 200 small layers,
+            # exposed communication was 0.6 of PyTorch's without it and 0.8 with it.
+            small_first = self._with_hook or not self._on_cpu
+            caps = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if small_first else [BUCKET_BYTES]
         return [*self._plan(soon, caps), *self._plan(late, [_NO_LIMIT])]
 
     def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -130,10 +187,74 @@ class BucketAssigner:
             indices=list(order),
         ).buckets
 
-    def member(self, index: int, *, count: int | None = None) -> Member:
-        """Return the bucket member of a parameter; `count` overrides the known count."""
-        times = self.counts.get(index, 1) if count is None else count
-        return Member(index, self.names[index], self.parameters[index], self._like[index], times)
+    @property
+    def _on_cpu(self) -> bool:
+        return all(p.device.type == "cpu" for p in self.parameters)
+
+    def _carrier(self, order: Sequence[int]) -> int | None:
+        """Return the parameter to pack so that some bucket has room for weights.
+
+        Return None if no weights are used or another parameter is packed anyway.
+        """
+        exact = (torch.float32, torch.float64)
+        fit = [i for i in order if i not in self._sparse and self.parameters[i].dtype in exact]
+        if not self._extra_numel or not all(map(self._travels_alone, fit)):
+            return None
+        return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
+
+    def _travels_alone(self, index: int) -> bool:
+        # Hooks get the same buckets as in PyTorch. On shm, the ranks reduce a packed gradient where
+        # it lies, without a copy.
+        if self._with_hook or self.layout is not None or shares_memory(self.group):
+            return False
+        parameter = self.parameters[index]
+        least = IN_PLACE_BYTES * max(1, self.group.size() // 4)
+        fit = index not in self._delayed and parameter.device.type == "cpu"
+        return fit and parameter.nbytes >= least
+
+    # -- one backward ------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Prepare for the next backward."""
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def take_back(self) -> None:
+        """Set lent gradients that nothing was added to back to None: gradients are missing."""
+        for bucket in self._buckets:
+            bucket.take_back()
+
+    def mark_unused(self, indices: Iterable[int]) -> None:
+        """Mark parameters that get no gradient in this backward."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for i in indices:
+            found[id(self.of[i])].append(i)
+        for bucket in self._buckets:
+            bucket.mark_unused(found.get(id(bucket), ()))
+
+    def expect_until_the_end(self) -> None:
+        """Copy nothing before the end of a backward that counts how often gradients arrive."""
+        for bucket in self._buckets:
+            bucket.defer()
+            bucket.expected = math.inf
+
+    def complete(self) -> None:
+        """Mark missing gradients as unused, and expect no more."""
+        self.mark_unused(self.missing())
+        for bucket in self._buckets:
+            bucket.expected = 0
+
+    def missing(self) -> list[int]:
+        """Return parameters whose gradient is neither ready nor marked as unused."""
+        return [i for bucket in self._buckets if not bucket.all_ready for i in bucket.missing()]
+
+    def unused(self) -> set[int]:
+        """Return parameters that get no gradient in this backward."""
+        return {i for bucket in self._buckets for i in bucket.unused}
+
+    def ready(self) -> list[int]:
+        """Return parameters whose gradient is ready, once for each arrival."""
+        return [i for bucket in self._buckets for i in bucket.ready]
 
     def lay_as_parameters(self) -> None:
         """Give gradients the strides of parameters whose memory format changed after wrapping.
@@ -151,45 +272,3 @@ class BucketAssigner:
             turned = torch.empty_like(parameter, requires_grad=False)
             if gradient.grad_fn is None and gradient.stride() != turned.stride():
                 parameter.grad = turned.copy_(gradient)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return all(p.device.type == "cpu" for p in self.parameters)
-
-    def _caps(self, *, with_hook: bool) -> Sequence[int]:
-        if self.options.caps is not None:
-            return self.options.caps
-        if self._on_cpu and not with_hook:
-            # No small first bucket: with two ranks on two cores and 200 small layers, exposed
-            # communication was 0.6 of PyTorch's without it and 0.8 with it.
-            return [BUCKET_BYTES]
-        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
-
-    def _carrier(self, order: Sequence[int], *, with_hook: bool) -> int | None:
-        """Return the parameter to pack so that some bucket has room for weights.
-
-        Return None if no weights are used or another parameter is packed anyway.
-        """
-        exact = (torch.float32, torch.float64)
-        fit = [i for i in order if i not in self._sparse and self.parameters[i].dtype in exact]
-        if not self._extra_numel or not all(
-            self._travels_alone(i, with_hook=with_hook) for i in fit
-        ):
-            return None
-        return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
-
-    def _travels_alone(self, index: int, *, with_hook: bool) -> bool:
-        # Hooks get the same buckets as in PyTorch. On shm, the ranks reduce a packed gradient where
-        # it lies, without a copy.
-        if with_hook or self.layout is not None or shares_memory(self.group):
-            return False
-        parameter = self.parameters[index]
-        least = IN_PLACE_BYTES * max(1, self.group.size() // 4)
-        fit = index not in self._delayed and parameter.device.type == "cpu"
-        return fit and parameter.nbytes >= least
-
-
-def _without_values(parameter: Parameter) -> Tensor:
-    """Return a meta tensor of the same shape, strides and dtype."""
-    strides = parameter.stride()
-    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")

@@ -20,7 +20,6 @@ from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.layouts import inner_tensors
 from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import NotSupportedError, ReductionError
-from gradwire.hooks import GradBucket
 
 WITH_STREAMS = ("cuda", "xpu")
 """Types of accelerators whose memory and work belong to streams."""
@@ -145,6 +144,11 @@ class Bucket(ABC):
         return len(self.ready) >= self.expected
 
     @property
+    def all_unused(self) -> bool:
+        """True if no member gets a gradient in this backward."""
+        return len(self.unused) == len(self.members)
+
+    @property
     def what(self) -> str:
         """Description of the bucket for messages."""
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
@@ -166,10 +170,6 @@ class Bucket(ABC):
     @abstractmethod
     def copy_in(self) -> None:
         """Fill `flat` with all gradients, scaled; zeros for unused ones that are None."""
-
-    def multiply(self, factor: float) -> None:
-        """Multiply `flat`."""
-        self.flat.mul_(factor)
 
     @abstractmethod
     def zero(self) -> None:
@@ -197,12 +197,6 @@ class Bucket(ABC):
         """
         for parameter in self.parameters:
             record_use(parameter.grad)
-
-    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        """Return the bucket that is passed to hooks."""
-        return GradBucket(
-            index, self.flat, self.parameters, is_last=is_last, names=self.names, like=self.like
-        )
 
 
 def record_use(tensor: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Ownership of gradient memory: whether a reducer may write to it.
+"""Ownership of gradient memory: whether a reducer may write to it, by counts of references.
 
 The memory of an arriving gradient may also be queued by autograd for another branch, or be used by
 another parameter's gradient, a saved tensor or the user. The reducer writes to it only if it can
@@ -8,7 +8,9 @@ account for every reference to the memory. Otherwise the gradient is copied.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -179,3 +181,44 @@ def _references() -> tuple[int, int, int]:
 
 
 INCOMING_REFERENCES, BASE_REFERENCES, GRADIENT_REFERENCES = _references()
+
+
+def are_unused(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bool:
+    """Return True if only their list refers to any of the tensors, and none was altered.
+
+    Args:
+        tensors: Tensors, each of which was made as `.data` of a view: views would share one version
+            counter, and a write to one would count as a write to all.
+        views: The views.
+    """
+    count = len(tensors)
+    # A sum is enough because no tensor has fewer references than one that only the list holds.
+    # All passes are calls of C functions, 0.3 µs per tensor in total.
+    return (
+        sum(map(sys.getrefcount, tensors)) == count * _REFERENCES
+        and sum(map(holders, tensors)) == count * _HOLDERS
+        and all(map(Tensor.is_set_to, tensors, views))
+        and not any(map(_requires_grad, tensors))
+        and not any(map(_attributes, tensors))
+        and not any(map(weakref.getweakrefcount, tensors))
+    )
+
+
+_requires_grad = attrgetter("requires_grad")
+_attributes = attrgetter("__dict__")
+
+
+def _counts() -> tuple[int, int]:
+    """Measure the Python and C++ reference counts of a tensor that only one list holds.
+
+    Return zeros if the counts do not show a second reference: then no tensor is reused.
+    """
+    with outside_contexts():
+        tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]
+    counts = sum(map(sys.getrefcount, tensors)), sum(map(holders, tensors))
+    kept = [*tensors]
+    noticed = sum(map(sys.getrefcount, tensors)) == counts[0] + len(kept)
+    return counts if noticed else (0, 0)
+
+
+_REFERENCES, _HOLDERS = _counts()

@@ -1,10 +1,10 @@
 """Bucket of dense gradients that share a buffer.
 
 On the CPU, a large gradient is copied in and scaled as soon as it is ready, while it is in the
-processor's cache, and small gradients accumulate in the buffer from the start (see `lent`). Where
-they cannot, and on accelerators, one call copies gradients in when the bucket is ready, and one
-call copies them out. After it was copied in, the tensor of a large gradient is set to the buffer's
-memory if possible: autograd's memory is freed at once, and nothing is copied back.
+processor's cache, and small gradients accumulate in the buffer from the start (`LentGradients`).
+Where they cannot, and on accelerators, one call copies gradients in when the bucket is ready, and
+one call copies them out. After it was copied in, the tensor of a large gradient is set to the
+buffer's memory if possible: autograd's memory is freed at once, and nothing is copied back.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch.nn import Parameter
 
 from gradwire.buckets import views
 from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member, dense_gradient, move_out
-from gradwire.ddp.buckets.lent import LentGradients
-from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
+from gradwire.ddp.buckets.ownership import are_unused, is_conj_or_neg, uses
 from gradwire.shm import empty
 
 AT_ONCE_BYTES = 32 << 10
@@ -30,6 +29,9 @@ not time: beside an H100 with a slow processor it takes 16 µs of Python, copyin
 CACHED = ("cpu",)
 """Types of devices whose large gradients are copied in one by one. On an H100, with 50 large
 gradients, this took 3 ms of a step of 55."""
+
+SCATTERED = 8
+"""Maximum number of small gradients that are not lent, for zeroing all small ones in one call."""
 
 _Entry = tuple[int, Tensor, Tensor]
 """Position of a parameter in the bucket, its gradient, and its view of the buffer."""
@@ -91,12 +93,6 @@ class PackedBucket(Bucket):
         self._own_uses = uses(self.flat)
         self._lent.set_views(self._views)
 
-    def _release(self) -> None:
-        """Release the buffer: until the next backward, only gradients in it keep it alive."""
-        self.record_use()
-        del self.flat, self.extra, self._small
-        self._views = []
-
     def _ensure_writable(self) -> None:
         """Before the first write of a backward, allocate a new buffer if the old one is in use.
 
@@ -123,22 +119,14 @@ class PackedBucket(Bucket):
                 in_buffer += here and gradient is not view
         return others != in_buffer
 
-    def _leave(self) -> None:
-        """Move to a new buffer because the user keeps a lent gradient that was replaced.
-
-        The contents are copied. The other gradients in the old buffer get their results by a copy.
-        """
-        left = self.flat
-        self._allocate()
-        self.flat.copy_(left)
-        self._lent.forget()
-
     def reset(self) -> None:
         self._lent.take_back()
         self._lent.forget()
         super().reset()
-        if self._lazy and self._views:
-            self._release()
+        if self._lazy and self._views:  # until the next backward, only gradients keep the buffer
+            self.record_use()
+            del self.flat, self.extra, self._small
+            self._views = []
         self._writable = self._as_views and not self._lazy
         self._saved: dict[int, Tensor] = {}
         self._copied_in: Sequence[_Entry] = ()
@@ -203,7 +191,11 @@ class PackedBucket(Bucket):
         if outside:
             self._lent.drop()
         if outside and self._is_kept():
-            self._leave()
+            # the other gradients in the old buffer get their results by a copy
+            left = self.flat
+            self._allocate()
+            self.flat.copy_(left)
+            self._lent.forget()
             outside = self._outside(self._used(places))
         return outside
 
@@ -239,10 +231,6 @@ class PackedBucket(Bucket):
         found = [(i, dense_gradient(self.parameters[i]), own[i]) for i in places]
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
-    def _copy_to_views(self, outside: Sequence[_Entry]) -> None:
-        if outside:
-            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
-
     def copy_in(self) -> None:
         if not self._writable:  # no gradient was copied in early
             self._ensure_writable()
@@ -250,7 +238,8 @@ class PackedBucket(Bucket):
             self.take_back()
         self._lent.settle()
         outside = self._outside_before()
-        self._copy_to_views(outside)
+        if outside:
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
         outside = self._without_moved(outside)
         if not (self.unused or self._deferred or self._as_views):
             self._copied_in = outside
@@ -308,7 +297,9 @@ class PackedBucket(Bucket):
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         source = self._views
         if reduced is not None and reduced.dtype is not self.flat.dtype:
-            self._convert(reduced)
+            of_result, own = (t.untyped_storage().data_ptr() for t in (reduced, self.flat))
+            # in the same memory, a direct copy would overwrite values before they are read
+            self.flat.copy_(reduced.clone() if of_result == own else reduced)
         elif reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
             source = views(reduced, self.like, keep_strides=True)
         places = self._used(range(len(self.members)))
@@ -323,12 +314,6 @@ class PackedBucket(Bucket):
         for i in self._unused_places():
             self._copy_out_unused(i, source[i], touched=self.members[i] not in untouched)
 
-    def _convert(self, reduced: Tensor) -> None:
-        """Copy a hook's result of another dtype to the buffer."""
-        of_result, own = (t.untyped_storage().data_ptr() for t in (reduced, self.flat))
-        # In the same memory, a direct copy would overwrite values before they are read.
-        self.flat.copy_(reduced.clone() if of_result == own else reduced)
-
     def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
         # The list has no name: it must be freed before references are counted below.
@@ -338,7 +323,7 @@ class PackedBucket(Bucket):
             place, gradient, reduced = entry
             if used and self._may_move(place, names=2):
                 self._move_to(self.parameters[place], gradient, reduced.clone())
-            elif gradient.is_conj() or gradient.is_neg():
+            elif is_conj_or_neg(gradient):
                 gradient.copy_(reduced)
             else:
                 plain.append(entry)
@@ -355,3 +340,144 @@ class PackedBucket(Bucket):
             parameter.grad = view.copy_(reduced) if self._as_views else reduced.clone()
         elif gradient.data_ptr() != reduced.data_ptr():
             gradient.copy_(reduced)
+
+
+class LentGradients:
+    """Zeros in a bucket's buffer that are lent as gradients in one backward.
+
+    Autograd stores the first gradient of a parameter whose `.grad` is None, and the bucket then
+    copies it in and the result out. If `.grad` is a tensor, autograd adds to it. A bucket therefore
+    sets each small `.grad` that is None to zeros in its buffer when a backward begins, and copies
+    nothing. For large gradients this takes longer: zeroing and adding are five passes over memory,
+    copying takes two.
+
+    Making and freeing a tensor takes 1 µs, as long as autograd takes to add to a tiny gradient. The
+    lent tensors are therefore kept, and reused if nothing else refers to any of them and none was
+    altered. Except for their version, they then cannot be distinguished from new ones.
+
+    Args:
+        parameters: Parameters of the bucket.
+        places: Positions in `parameters` of those with small gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], places: Sequence[int]) -> None:
+        self._parameters, self._small = parameters, places
+        # Subclasses may handle gradients themselves; an empty tensor has no address.
+        self._places = [i for i in places if type(p := parameters[i]) is Parameter and p.numel()]
+        # Not None: a parameter whose gradient is None would match it.
+        self._nothing: list[object] = [object()] * len(parameters)
+        self._tensors, self._pending = self._nothing, False
+        self._versions = [0] * len(parameters)  # version counters at the time of lending
+        self._own: list[Tensor] = []  # kept from earlier backwards, one for each place
+        self._own_views: list[Tensor] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def set_views(self, views: Sequence[Tensor]) -> None:
+        """Set the views of a new buffer, one for each parameter."""
+        self._views = views
+        self._own, self._own_views = [], [views[i] for i in self._places]
+
+    @property
+    def own_uses(self) -> int:
+        """Number of tensors kept here that use the buffer; see `drop_unless_unused`."""
+        return len(self._own)
+
+    def drop_unless_unused(self) -> None:
+        """Drop the tensors lent in the last backward unless nothing else refers to any of them.
+
+        Tensors that are kept are lent again. After a drop, remaining references count as uses of
+        the buffer.
+        """
+        if not are_unused(self._own, self._own_views):
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the tensors that were lent in earlier backwards."""
+        self._own = []
+
+    def lend(self, without: Collection[int], together: Tensor | None) -> None:
+        """Set gradients that are None to zeros. Call `drop_unless_unused` first.
+
+        Args:
+            without: Positions of parameters whose gradient must not change.
+            together: Part of the buffer that contains all small gradients and nothing else that is
+                in use, if there is one.
+        """
+        parameters, views = self._parameters, self._views
+        dtype = views[0].dtype
+        free = [
+            i
+            for i in self._places
+            if (p := parameters[i]).grad is None
+            and p.requires_grad
+            and p.grad_dtype is dtype
+            # the user's hooks must find None where there is no gradient yet
+            and not (p._backward_hooks or p._post_accumulate_grad_hooks)
+        ]
+        if without:
+            free = [i for i in free if i not in without]
+        if not free:
+            return
+        first = self._tensors is self._nothing  # False: an earlier backward has added to some
+        kept = len(self._small) - len(free)
+        if first and together is not None and kept <= SCATTERED and not self._lie_in({*free}):
+            together.zero_()
+        else:
+            torch._foreach_zero_([views[i] for i in free])
+        if not self._own:
+            self._own = [view.data for view in self._own_views]
+        own, versions = dict(zip(self._places, self._own, strict=True)), self._versions
+        tensors = self._tensors = self._tensors.copy()
+        self._pending = True  # set before lending: a signal handler may raise within the loop
+        for i in free:
+            tensor = own[i]
+            versions[i] = tensor._version
+            tensors[i] = parameters[i].grad = tensor
+
+    def _lie_in(self, free: Collection[int]) -> bool:
+        """Return True if a gradient that is not in `free` lies in its view."""
+        for i in self._small:
+            gradient = self._parameters[i].grad
+            if i in free or gradient is None or gradient.layout != torch.strided:
+                continue
+            if gradient.data_ptr() == self._views[i].data_ptr():
+                return True
+        return False
+
+    def not_lent(self, places: Sequence[int]) -> list[int]:
+        """Return the positions whose gradient is not the lent tensor."""
+        parameters, tensors = self._parameters, self._tensors
+        return [i for i in places if parameters[i].grad is not tensors[i]]
+
+    def let_go(self, places: Sequence[int]) -> None:
+        """Drop references to the tensors at these positions, which are no longer lent."""
+        for i in places:
+            self._tensors[i] = self._nothing[i]
+
+    def take_back(self, unused: Collection[int] = ()) -> None:
+        """Set lent gradients that nothing was added to back to None. The others stay lent.
+
+        Args:
+            unused: Positions of parameters without a gradient, even if hooks wrote to the zeros.
+        """
+        for i in self._places if self._pending else ():
+            tensor = self._tensors[i]
+            # The values decide too: writes through .data or NumPy do not change the version.
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor._version != self._versions[i] and i not in unused:
+                continue
+            if not tensor.any():
+                if self._parameters[i].grad is tensor:
+                    self._parameters[i].grad = None
+                self._tensors[i] = self._nothing[i]
+
+    def settle(self) -> None:
+        """Keep all lent gradients: all have arrived."""
+        self._pending = False
+
+    def forget(self) -> None:
+        """End lending: gradients keep their tensors."""
+        self._tensors, self._pending = self._nothing, False

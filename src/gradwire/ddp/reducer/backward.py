@@ -1,101 +1,133 @@
-"""State of one reducer's backward, with the methods that prepare, commit and reset it.
+"""One reducer's backward: it begins, gradients arrive, buckets are launched, and it ends.
 
-`arrival` (autograd's hooks), `launch_order` and `finalize` call these methods.
+Autograd calls `Backward.reach_output` where a backward begins, `on_gradient` once for each
+parameter, which is the hot path, and `Backward.on_end` when it has run all of it. When all
+gradients of a bucket have arrived, the bucket is launched. The end waits for the buckets and writes
+their results to the gradients. Either all ranks receive the same results, or none does: the last
+message serves as the vote.
+
+Buckets are launched in the order of the `BucketSet`, the same on every rank, also across a group's
+reducers: if two buckets were launched in different orders on two ranks, one would be summed with
+the other. The order is derived from one of parameters that all ranks share: the reverse of their
+registration, and after the first backward the order in which rank 0's gradients became ready. The
+last bucket is held back until backward has ended, because its message is the vote.
+
+Reducers of other groups may share the backward, and ranks may reach them in different orders.
+Therefore nothing waits for other ranks before the backward has ended. The groups are then finished
+one after the other, in the order of their names, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.autograd.profiler import record_function
+from torch.distributed import ProcessGroup, Work
+from torch.nn import Parameter
 
-from gradwire.ddp.buckets.assignment import BucketAssigner
-from gradwire.ddp.buckets.bucket_set import BucketSet
+from gradwire._scope import runs_outside_contexts
+from gradwire._torch import in_compiled_autograd, run_as_written
+from gradwire.ddp.buckets.assignment import BucketSet
+from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.buckets.unpacked import SparseBucket
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
+from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event
 from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.reducer.bookkeeping import ArrivalOrder, LocalBackwards, ReplicaSums, Turn
-from gradwire.ddp.reducer.bypasses import detach_optimizer_hooks, has_new_hooks
-from gradwire.ddp.reducer.launch import Launcher
-from gradwire.ddp.reducer.log import StepTimer
-from gradwire.ddp.reducer.streams import GradientStreams
-from gradwire.ddp.reducer.tally import Forwards, Tally
-from gradwire.ddp.reducer.usage import Usage
-from gradwire.ddp.reducer.weights import Weights
-from gradwire.errors import ReductionError
+from gradwire.ddp.hook_handles import remove_hooks
+from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Forwards, Tally, Usage, Weights
+from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
+from gradwire.recorder import record_error, ring
+
+logger = logging.getLogger(__name__)
+
+# module-level names: an enum lookup is slower, and every gradient compares its state with them
+RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
+EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
+
+Message = Callable[[Forwards], Tensor | None]
+
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+"""PyTorch's module whose hooks step a parameter's optimizer when its local gradient is ready."""
+
+
+@dataclass
+class StepTimer:
+    """Times of the events in a step, in ns, as in PyTorch's reducer; 0 before the event.
+
+    Attributes:
+        sent: Number of buckets that had anything to send.
+        waits: Time that the end of the backward waited for each bucket.
+        unused_here: Names of the parameters unused on this rank.
+    """
+
+    forward_start: int = 0
+    compute_start: int = 0
+    compute_end: int = 0
+    comm_start: int = 0
+    comm_end: int = 0
+    sent: int = 0
+    waits: list[int] = field(default_factory=list)
+    unused_here: tuple[str, ...] = ()
 
 
 class Backward:
-    """Gradients that have arrived, buckets in flight, and results of earlier backwards.
+    """State of one reducer's backward: gradients that have arrived, and buckets in flight."""
 
-    Args:
-        assigner: Assigner of parameters to buckets.
-        usage: Record of the parameters that a backward uses.
-
-    Attributes:
-        buckets: Buckets in launch order.
-        launcher: Sender of buckets, with those in flight.
-        domain: Fault domain of the group, shared with the group's other reducers.
-        timer: Times of the events in this step.
-        streams: Streams of an accelerator on which gradients arrive.
-        state: State of the backward.
-        end: Position of its last message in the group's log, while COMMITTING or UNDECIDED.
-        step: Number of backwards prepared on this rank.
-        runs: Number of backwards that have begun. Identifies the callback of an earlier one.
-        task: Autograd's id of the running backward.
-        turn: Position among the group's reducers that share the running backward.
-        parked: True from its end in autograd until all reducers of other groups that share the
-            backward have reached theirs.
-        order: Order in which gradients arrive, until buckets are final.
-        had_undefined: True if autograd passed None instead of a parameter's gradient.
-        takes_part: True if the backward counts as this rank's even if no parameter gets a gradient.
-        ranks: Number of ranks that gradients are divided by.
-        skip_unused: True if unused buckets are skipped.
-        manual: True if `finalize_manually` ends a backward, False if it ends by itself.
-        weights: Weights of the gradients.
-        reword: Converts an unexpected-gradient error into the one raised on all ranks.
-        shadowed: True if a rank takes part by `shadow`, and waits for one backward.
-        local: Running backwards of forwards under `no_sync`, while another one is expected.
-        optimized: Parameters whose optimizers step during backward.
-        forwards: Counts of forwards whose backward is reduced, and of those that had none.
-        replicas: Sums of what is sent to compare replicas.
-        prepare_late: Prepares the backward of a forward that ran in a transform of `torch.func`.
-            The result of a transform may have a backward or not.
-    """
-
-    def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
-        self.assigner, self.usage = assigner, usage
-        self.names, self.parameters = assigner.names, assigner.parameters
-        self.buckets, self.timer = BucketSet(assigner), StepTimer()
-        self.streams = GradientStreams(self.parameters)
-        self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
-        self.task, self.parked = -1, False
-        self.turn: Turn[Backward] = Turn()
-        self.order = ArrivalOrder(rebuild=assigner.options.rebuilds)
-        self.had_undefined = self.takes_part = False
-        self.manual = assigner.options.manual_finalization
-        self.skip_unused = self.shadowed = False
+    def __init__(self, bucket_set: BucketSet, usage: Usage) -> None:
+        self.bucket_set, self.usage = bucket_set, usage
+        self.names, self.parameters = bucket_set.names, bucket_set.parameters
+        self.timer, self.streams = StepTimer(), GradientStreams(self.parameters)
+        self.state = BackwardState.LOCAL
+        self.end = 0  # last message's position in the group's log, while COMMITTING or UNDECIDED
+        self.step = 0  # number of backwards prepared on this rank
+        self.runs = 0  # backwards that have begun; identifies the callback of an earlier one
+        self.task = -1  # autograd's id of the running backward
+        # position among the group's reducers that share the running backward: predecessors send
+        # their buckets first
+        self.has_turn = True
+        self.predecessors: set[Backward] = set()
+        # from its end in autograd until all reducers of other groups that share it reach theirs
+        self.parked = False
+        # parameters in the order in which their gradients arrive; None once buckets are final
+        self.arrivals: list[int] | None = []
+        self.had_undefined = False  # autograd passed None instead of a parameter's gradient
+        self.takes_part = False  # counts as this rank's even if no parameter gets a gradient
+        self.manual = bucket_set.options.manual_finalization  # ended by `finalize`, not by itself
+        self.skip_unused = False
+        self.shadowed = False  # a rank takes part by `shadow`, and waits for one backward
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.forwards = Forwards()
-        self.replicas, self.local = ReplicaSums(), LocalBackwards()
+        # what the wrapper sends to compare replicas: the message if one is due, the sum of the last
+        # backward's, and the number of backwards since, the same on all ranks
+        self.replica_message: weakref.WeakMethod[Message] | None = None
+        self.replica_sum: tuple[Tensor, Work] | None = None
+        self.since_replicas = 0
+        # running backwards of forwards under `no_sync`, while another one is expected, and the
+        # gradients that came meanwhile: they may belong to either
+        self.local_running = 0
+        self.local_arrivals: list[int] = []
+        # prepares the backward of a forward that ran in a transform of `torch.func`: its result may
+        # have a backward or not
         self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.weights = Weights(assigner.parameters, usage.nodes)
+        self.weights = Weights(self.parameters, usage.nodes)
         self.detach_optimizers()
-        self.set_group(assigner.group)
-        self._make_buckets(assigner.first_order())
-
-    def detach_optimizers(self) -> None:
-        """Take over from optimizers that would step during backward with local gradients."""
-        self.optimized = detach_optimizer_hooks(self.parameters)
+        self.set_group(bucket_set.group)
+        self._make_buckets(bucket_set.first_order())
 
     def set_group(self, group: ProcessGroup) -> None:
         """Communicate over a group from now on, without a communication hook."""
-        self.group = self.assigner.group = group
-        self.ranks = group.size()
+        self.group = self.bucket_set.group = group
+        self.ranks = group.size()  # divisor of the gradients
         self.step = 0
         self.domain = FaultDomain.of(group)
         self.domain.participants.add(self)
@@ -107,7 +139,7 @@ class Backward:
     @property
     def running(self) -> bool:
         """True while autograd runs the backward."""
-        return self.state in (BackwardState.RUNNING, BackwardState.RUNNING_AGAIN)
+        return self.state in (RUNNING, RUNNING_AGAIN)
 
     @property
     def awaits_finalization(self) -> bool:
@@ -117,22 +149,33 @@ class Backward:
     @property
     def untouched(self) -> bool:
         """True if the backward has reached none of the parameters so far."""
-        return self.buckets.untouched and not (self.had_undefined or self.takes_part)
+        if self.had_undefined or self.takes_part:
+            return False
+        return not any(bucket.ready for bucket in self.bucket_set)
 
     @property
-    def must_rebuild(self) -> bool:
-        """True before the second backward of a static graph, which begins with other buckets."""
-        return self.usage.static and self.order.arrivals is not None
+    def all_launched(self) -> bool:
+        """True if all buckets have been launched."""
+        return len(self.launcher.launched) >= len(self.bucket_set)
+
+    @property
+    def has_only_last_left(self) -> bool:
+        """True if all buckets but the last have been launched."""
+        # read without the lock: the list only grows while autograd runs, and `_launch_ready` checks
+        # it again
+        return self.all_launched or self._is_last(len(self.launcher.launched))
 
     def transition(self, event: Event) -> None:
         """Change to the state that follows an event."""
-        self.state = after(self.state, event)
+        following = TRANSITIONS[self.state].get(event)
+        assert following is not None, f"{event} in {self.state}"
+        self.state = following
 
     def others(self) -> Sequence[Backward]:
         """Return the backwards of the group's other reducers."""
         return self.domain.participants.others(self)
 
-    def sharing(self) -> list[Backward]:
+    def _sharing(self) -> list[Backward]:
         """Return the backwards of other groups that run in the same backward of autograd."""
         elsewhere = self.domain.elsewhere()
         return [b for b in elsewhere if b.running and b.task == self.task] if elsewhere else []
@@ -141,80 +184,142 @@ class Backward:
         """Return the messages in flight."""
         return self.launcher.in_flight()
 
-    # -- preparation -----------------------------------------------------------------------
+    # -- optimizers that step during backward ------------------------------------------------
 
-    def prepare_for_backward(self, ranks: int, *, uneven: bool, shadowed: bool) -> None:
-        """Expect the backward of a forward; see `Reducer.prepare`."""
-        self.skip_unused = self.assigner.options.skip_unused and not uneven
-        self.shadowed = shadowed
-        self.step += 1
-        self.prepare_late = None
-        self.timer.start()
-        self.transition(Event.PREPARE)
-        self.prepare_buckets(ranks)
+    @staticmethod
+    def has_new_optimizers() -> bool:
+        """Return True if there may be hooks of optimizers in backward that were not removed."""
+        module = sys.modules.get(IN_BACKWARD)
+        return module is not None and len(module.param_to_optim_hook_handle_map) > 0
+
+    def detach_optimizers(self) -> None:
+        """Take over from optimizers that would step during backward with local gradients."""
+        self.optimized: list[Parameter] = []
+        if IN_BACKWARD not in sys.modules:
+            return
+        self.optimized = [p for p in self.parameters if hasattr(p, "_in_backward_optimizers")]
+        # out of PyTorch's map, too, so that `has_new_optimizers` sees only later hooks
+        handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map
+        for parameter in self.optimized:
+            remove_hooks(handles.pop(parameter, ()))
+
+    # -- preparation -----------------------------------------------------------------------
 
     def prepare_buckets(self, ranks: int | None = None) -> None:
         """Expect gradients, to be divided by `ranks`; None keeps the last divisor."""
-        self.buckets.finish_making()
+        self.bucket_set.finish_making()
         self.ranks = ranks or self.ranks
         self.launcher.correction = ratio = self.group.size() / self.ranks
         if self.usage.recording:
-            self.buckets.defer(until_the_end=True)
+            self.bucket_set.expect_until_the_end()
         if ratio != 1.0 and self.launcher.hook is None:
-            for bucket in self.buckets:
+            for bucket in self.bucket_set:
                 bucket.scale *= ratio
-
-    def begin(self, index: int | None, incoming: Tensor | None) -> int:
-        """Begin at the gradient of this parameter, or of an output if None; return the run."""
-        if has_new_hooks():  # registered after the forward
-            self.detach_optimizers()
-        if self.state is BackwardState.REDUCED:
-            self.step += 1
-            self.transition(Event.BEGIN_AGAIN)
-            self.prepare_buckets()
-        else:
-            self.transition(Event.BEGIN)
-        self.assigner.ownership.begin(self.parameters, index, incoming)
-        self.turn.wait()
-        if index is None or not self.usage.find_unused or not self.others():
-            self.take_turn()
-        self.task = torch._C._current_graph_task_id()
-        self.runs += 1
-        return self.runs
 
     def reassign_buckets(self, order: Sequence[int]) -> None:
         """Assign buckets in this order of readiness until a backward provides a better one."""
-        self.order.start_over()
-        self.launcher.forget_order()
-        self.replicas.clear()
+        self.arrivals, self.launcher.order, self.replica_sum = [], None, None
         self._make_buckets(order)
-        if self.state is BackwardState.EXPECTED:
+        if self.state is EXPECTED:
             self.prepare_buckets()
 
     def rebuild_once(self) -> None:
-        """Make buckets final after the first reduced backward, in its order unless that is off."""
-        order = self.order
-        if not order.complete:
+        """Make buckets final after the first reduced backward, in rank 0's order."""
+        if self.launcher.order is None:
             return
-        order.rebuilt = order.rebuild
-        if order.rebuild:
-            self._make_for_good(self.launcher.receive_order())
-            self.domain.raise_deferred()  # an error reported during the broadcast
-        elif self.usage.static:
-            self._make_for_good(self.assigner.first_order())  # without the unused parameters
-        else:
-            order.settle()
-
-    def _make_for_good(self, order: Sequence[int]) -> None:
+        order = self.launcher.receive_order()
         self._clear()
-        self.order.settle()
-        self.launcher.forget_order()
+        self.arrivals = self.launcher.order = None
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in order if i not in never])
+        self.domain.raise_deferred()  # an error reported during the broadcast
 
     def _make_buckets(self, order: Sequence[int]) -> None:
-        self.assigner.counts = self.usage.counts
-        self.buckets.make(order, with_hook=self.launcher.hook is not None)
+        self.bucket_set.counts = self.usage.counts
+        self.bucket_set.make(order, with_hook=self.launcher.hook is not None)
+
+    # -- begin -------------------------------------------------------------------------------
+
+    def reach_output(self, forward: int) -> None:
+        """Begin a backward at an output: the first one after the forward, or a later one."""
+        self.forwards.reach(forward)
+        if self.running and not self.has_turn:
+            self.take_turn()
+        if self.running or self.state in (BackwardState.LOCAL, BackwardState.FINALIZED):
+            return
+        # a static graph's second backward begins with other buckets
+        if self.state is BackwardState.REDUCED and self.usage.static and self.arrivals is not None:
+            if not self.usage.reaches_parameters():
+                return  # torch.autograd.grad sends nothing: perhaps only this rank calls it
+            with torch.no_grad():
+                self.rebuild_once()
+        self._begin()
+
+    def _begin(self, index: int | None = None, incoming: Tensor | None = None) -> None:
+        """Begin a backward at its first gradient, of a parameter or of an output."""
+        with self.domain.lock:  # autograd runs one thread per device
+            if self.running:
+                return
+            self._check_may_begin()
+            if self.has_new_optimizers():  # attached after the forward
+                self.detach_optimizers()
+            if self.state is BackwardState.REDUCED:
+                self.step += 1
+                self.transition(Event.BEGIN_AGAIN)
+                self.prepare_buckets()
+            else:
+                self.transition(Event.BEGIN)
+            self.bucket_set.ownership.begin(self.parameters, index, incoming)
+            self.has_turn = False
+            if index is None or not self.usage.find_unused or not self.others():
+                self.take_turn()
+            self.task = torch._C._current_graph_task_id()
+            self.runs += 1
+            end = _EndOfBackward(self, self.runs)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.timer.compute_start = self.timer.compute_start or perf_counter_ns()
+        if torch.is_grad_enabled():
+            for bucket in self.bucket_set:
+                bucket.defer(with_graph=True)
+        if self.usage.find_unused:
+            self._mark_unused(at_output=index is None)
+        for bucket in self.bucket_set:
+            bucket.lend()
+        # gradients of a forward under `no_sync` in the same loss, which arrived first
+        came, self.local_arrivals = self.local_arrivals, []
+        for i in came:
+            on_gradient(weakref.ref(self), i, None, (self.parameters[i].grad,))
+
+    _begin_outside = runs_outside_contexts(_begin)
+
+    def _check_may_begin(self) -> None:
+        if self.awaits_finalization:
+            self.raise_not_finalized()
+        self.domain.report_interrupted()
+        self.domain.poll_known(self)
+        if in_compiled_autograd():  # does not run callbacks at the end of a backward
+            self.domain.fail(
+                NotSupportedError(
+                    "backward() under torch's compiled autograd: its gradients would not be "
+                    "reduced. Call it outside, or use PyTorch's own DistributedDataParallel with "
+                    "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+                )
+            )
+
+    def _mark_unused(self, *, at_output: bool) -> None:
+        """Mark the parameters that the graph does not reach as unused."""
+        # If it reaches none, wait until the backward has ended: a reentrant checkpoint builds its
+        # graph during backward, and may reach some.
+        unused = self.usage.unused_in_graph()
+        if unused is None:
+            return
+        used = len(unused) < len(self.parameters)
+        if used:
+            self.bucket_set.mark_unused(unused)
+        if at_output and any(p.requires_grad for p in self.parameters):
+            # all gradients may have arrived before that of the output, from the loss, or none may
+            # come
+            self.takes_part = used or self.usage.runs_all()
 
     def take_turn(self) -> None:
         """Send after the reducers that already have a position in this backward.
@@ -224,27 +329,491 @@ class Backward:
         another.
         """
         with self.domain.lock:
-            others = self.others()
-            self.turn.take([b for b in others if b.running and b.turn.taken] if others else ())
+            self.has_turn = True
+            self.predecessors.update(b for b in self.others() if b.running and b.has_turn)
 
-    def give_turn_up(self) -> None:
+    def _give_turn_up(self) -> None:
         """Let no other reducer wait for this one, which sends nothing more in this backward."""
-        self.turn.predecessors.clear()
+        self.predecessors.clear()
         for other in self.others():
-            other.turn.predecessors.discard(self)
+            other.predecessors.discard(self)
 
-    # -- end -------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------
 
-    def sending_last(self, *, sent: bool = False) -> None:
-        """Record that the backward's last message is about to be sent, or was sent."""
-        self.end = self.domain.log.position() + (not sent)
-        self.transition(Event.SEND_LAST)
+    @runs_outside_contexts
+    def mark_undefined(self, index: int) -> None:
+        """Handle an undefined gradient: the parameter's node ran, but received None."""
+        if not self.running:
+            self._begin(index)
+        if self.arrivals is not None:
+            self.arrivals.append(index)
+        self.had_undefined = True
+        bucket = self.bucket_set.of[index]
+        bucket.mark_unused([index])
+        if bucket.all_ready:
+            self.on_bucket_ready(bucket)
+
+    @runs_outside_contexts
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        """Launch what can be launched once a bucket has all of its gradients, or too many."""
+        # may run twice for a bucket if two of autograd's threads (one per device) deliver its last
+        # gradients: the domain's lock decides which of them launches it
+        if unexpected := bucket.unexpected():
+            error = ReductionError(
+                f"parameters {unexpected} got a gradient twice in one backward, or one that was "
+                "not expected: they are used in several reentrant checkpoints (set "
+                "use_reentrant=False or static_graph=True), or with static_graph=True the graph "
+                "differs from that of the first backward",
+                unexpected,
+            )
+            self.domain.fail((self.reword and self.reword(error)) or error)
+        if not self.has_only_last_left:
+            with torch.no_grad():
+                self._launch_in_order(final=False)
+
+    @runs_outside_contexts
+    def prepare_now(self) -> None:
+        """Prepare the backward of a `torch.func` transform's result once that has begun."""
+        with self.domain.lock, torch.no_grad():
+            prepare, self.prepare_late = self.prepare_late, None
+            if prepare is not None and (prepare_now := prepare()) is not None:
+                prepare_now()
+
+    # -- launch ------------------------------------------------------------------------------
+
+    def _launch_in_order(self, *, final: bool, ended: bool = False) -> None:
+        """Launch every ready bucket whose predecessors were launched; the last one only if `final`.
+
+        Reducers that share a backward launch one after the other, and so do their last buckets at
+        the end: a gradient missing on one rank must not make buckets of two reducers meet.
+
+        Args:
+            final: If True, the last bucket, which is the vote, is launched, too. An earlier failure
+                keeps it from being sent, so that no rank takes the result.
+            ended: If True, this may wait for other ranks, because backward has ended.
+        """
+        ended = ended or final
+        if not self.has_turn or not all(b.has_only_last_left for b in self.predecessors):
+            return
+        self._launch_ready(final=final, ended=ended)
+        if not final and self.has_only_last_left:
+            for other in self.others():
+                if self in other.predecessors:  # may have waited for this one alone
+                    other._launch_in_order(final=False, ended=ended)
+
+    def _launch_ready(self, *, final: bool, ended: bool) -> None:
+        """Fill and launch the next buckets, up to the first one that is not ready."""
+        buckets, launched, domain = self.bucket_set, self.launcher.launched, self.domain
+        if not ended and not domain.name and self._may_share():
+            return
+        # autograd runs one thread per device: only one at a time selects and launches the next
+        # bucket
+        with domain.lock:
+            domain.poll_known(self)  # nothing is sent while ranks resynchronize
+            domain.connect()
+            self._check_first()
+            while len(launched) < len(buckets):
+                bucket = buckets[len(launched)]
+                is_last = self._is_last(len(launched))
+                if not ended and self._waits(bucket) and self._may_share():
+                    return
+                if not bucket.all_ready or (is_last and not final):
+                    return
+                if self.skip_unused and bucket.all_unused:
+                    launched.append(Launched(bucket))
+                    continue
+                record = ring.begin_bucket(self.group, self.step, len(launched), bucket.names)
+                if self.streams.join(bucket.parameters[0].device):
+                    bucket.record_use_of_gradients()
+                with _profiled("pack", bucket):
+                    self._copy_in(bucket)
+                if bucket.extra_numel:
+                    self.tally().write(bucket.extra)
+                self.timer.comm_start = self.timer.comm_start or perf_counter_ns()
+                before = 0 if record is None else domain.log.position()
+                if record is not None:
+                    record.packed = perf_counter_ns()
+                    ring.check_bucket(record, bucket.parameters)
+                with _profiled("send", bucket):
+                    self._launch_filled(bucket, is_last=is_last)
+                if record is not None:
+                    record.sent = perf_counter_ns()
+                    record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
+                    record.first, record.last = before + 1, domain.log.position()
+                    launched[-1].record = record
+
+    def _copy_in(self, bucket: Bucket) -> None:
+        try:
+            bucket.copy_in()
+        except (ReductionError, NotSupportedError) as error:
+            self.domain.fail(error)
+
+    def _launch_filled(self, bucket: Bucket, *, is_last: bool) -> None:
+        """Launch a bucket whose buffer is filled. If it is the vote, the backward is COMMITTING."""
+        if self.launcher.scale is None:
+            self._agree_on_scale()
+        votes = self.launcher.hook is None and not self.usage.allows_unused
+        # a sparse bucket may need a second message: `_receive` counts it once that is sent
+        if is_last and votes and not isinstance(bucket, SparseBucket):
+            self.launcher.send_rest()
+            self._sending_last()
+        self.launcher.launch(bucket, is_last=is_last)
+
+    def _agree_on_scale(self, own: Tally | None = None) -> None:
+        """Set the factor of a hook's buckets, before the first one is launched.
+
+        `own` are the summands of this rank; None for those of its backward.
+        """
+        launcher, factor = self.launcher, None
+        if launcher.hook is not None and not launcher.hook.linear:
+            sums = launcher.add_up(self.tally() if own is None else own)
+            factor = self.weights.factor(sums, self.ranks)
+        launcher.scale = launcher.correction * (1.0 if factor is None else factor)
+
+    def _waits(self, bucket: Bucket) -> bool:
+        """Return True if the launch of a bucket may wait for other ranks."""
+        future, launcher = self.domain.hook_future, self.launcher
+        if future is not None and not future.done():  # perhaps that of another reducer's hook
+            return True
+        if launcher.hook is None:
+            return False
+        return (launcher.scale is None and not launcher.hook.linear) or isinstance(
+            bucket, SparseBucket
+        )
+
+    def _may_share(self) -> bool:
+        """Return True if reducers of other groups may take part in the running backward."""
+        return any(b.running or b.state is EXPECTED for b in self.domain.elsewhere())
+
+    def _is_last(self, index: int) -> bool:
+        """Return True if no bucket after this one has anything to send."""
+        if not self.skip_unused:
+            return index + 1 == len(self.bucket_set)
+        return all(bucket.all_unused for bucket in [*self.bucket_set][index + 1 :])
+
+    def check_over(self) -> None:
+        """Raise if ranks wait for this backward. Called before other communication.
+
+        The check includes backwards of the group's other modules, as in `Join([generator,
+        discriminator])`: a rank that has run out of input takes part in the forward and the
+        backward of one module, then in those of the next.
+
+        Raises:
+            ReductionError: A forward had no backward.
+        """
+        shadowed = [b for b in (self, *self.others()) if b.shadowed]
+        if any(b.state is BackwardState.AWAITING for b in shadowed):
+            self.raise_not_finalized()
+        if any(b.state in (EXPECTED, SHORT) for b in shadowed):
+            self.raise_if_unfinished()
+            self.domain.fail(
+                ReductionError(
+                    "a forward in join() had no backward, for which ranks that have run out of "
+                    "input wait: run it under no_sync() or torch.no_grad(), or its backward first"
+                )
+            )
+
+    def _check_first(self) -> None:
+        """Raise for a second backward of one forward, before its first message."""
+        # Ranks that have run out of input take part in the first one only. Then they wait for the
+        # next forward, and do not resynchronize before it. As nothing was sent, ranks stay in step.
+        if self.shadowed and self.state is RUNNING_AGAIN:
+            self.bucket_set.take_back()
+            self.reset()
+            error = ReductionError(
+                "a second backward of one forward in join(), for which ranks that have run out of "
+                "input do not wait: run one backward of the sum of the losses"
+            )
+            record_error(error)
+            raise error
+
+    # -- end ---------------------------------------------------------------------------------
+
+    @runs_outside_contexts
+    def on_end(self, run: int) -> None:
+        """End the backward with this number: autograd has run all of it."""
+        if self.state is BackwardState.FINALIZED and run == self.runs:  # in one of its hooks
+            self.transition(Event.END_UNTOUCHED)
+            return
+        if run != self.runs or not self.running:
+            self.domain.poll_known(self)  # another reducer's backward failed
+            return
+        try:
+            self._check_converted()
+            sharing = self._sharing()
+            if self.untouched:  # it reached none, such as that of an earlier module
+                self.bucket_set.reset()
+                self.transition(Event.END_UNTOUCHED)
+                if self.state is EXPECTED:
+                    self.prepare_buckets()
+                self._give_turn_up()
+                self._finalize_others()
+            elif sharing:
+                self.parked = True
+            else:
+                self._end()
+            if sharing or self.others():  # else none is parked
+                self._end_parked()
+        except BaseException:
+            self.interrupt()
+            raise
+
+    def _end_parked(self) -> None:
+        """End the reducers of several groups that share a backward once all have reached its end.
+
+        Each reducer waits for the ranks of its group. Group names are the same on all ranks, so
+        waits in the order of names cannot form a cycle: ranks of the first unfinished group wait
+        for no other.
+        """
+        together = {id(b): b for b in (self, *self._sharing())}
+        for one in [*together.values()]:
+            together |= {id(b): b for b in one.others() if b.running and b.task == one.task}
+        parked = [b for b in together.values() if b.parked]
+        if not parked or any(b.running and not b.parked for b in together.values()):
+            return
+        for one in parked:
+            if not one.domain.name:
+                one.domain.channel.start_connecting(one.group)
+        for one in parked:
+            one.domain.connect()
+        for one in sorted(parked, key=lambda b: b.domain.name):
+            if one.parked and one.running:
+                one.parked = False
+                try:
+                    one._end()
+                except BaseException:
+                    one.interrupt()
+                    raise
+
+    def _check_converted(self) -> None:
+        """Raise if a parameter received a gradient without triggering the reducer's hook."""
+        silent = {*self.bucket_set.missing(), *self.bucket_set.unused()}
+        if silent and (converted := self.usage.converted(sorted(silent))):
+            names = [self.names[i] for i in converted]
+            self.domain.fail(
+                ArgumentError(
+                    f"parameters {names} were converted after the module was wrapped, to another "
+                    "dtype or device or by swap_tensors: their gradients are not reduced. Convert "
+                    "the module before it is wrapped, or call refit() on every rank afterwards"
+                )
+            )
+
+    def _end(self) -> None:
+        self.timer.compute_end = perf_counter_ns()
+        with torch.no_grad():
+            self._mark_missing()
+            self._launch_rest()
+            if not self.all_launched:
+                self.transition(Event.END_SHORT)  # another backward may deliver the rest
+                self.bucket_set.take_back()
+            elif not self.manual:
+                self._finalize()
+                self._finalize_others()
+            elif self.state is not BackwardState.COMMITTING:
+                self.transition(Event.END_MANUAL)
+
+    def _launch_rest(self) -> None:
+        """Launch all buckets whose gradients have come, unless this waits for its turn."""
+        if not self.has_turn:
+            self.take_turn()
+        if self.predecessors:
+            return
+        if others := self.others():
+            # those that they launch before this one's last on ranks that use more of them
+            for other in others:
+                if other.running and other.task == self.task and not other.untouched:
+                    other._mark_missing()
+            self._launch_in_order(final=False, ended=True)
+        self._launch_in_order(final=True)
+
+    def _mark_missing(self) -> None:
+        """Mark parameters that received no gradient, and may receive none, as unused."""
+        if self.usage.recording:
+            self.bucket_set.complete()
+        elif missing := self.bucket_set.missing():
+            needed = (i for i in missing if self.parameters[i].requires_grad)
+            if self.usage.find_unused or next(needed, None) is None:
+                self.bucket_set.mark_unused(missing)
+
+    def _finalize_others(self) -> None:
+        """End the reducers that reached the end of backward before this one, and waited for it."""
+        for other in self.others():
+            waited = other.state is SHORT and not other.predecessors
+            if waited and not other.bucket_set.missing():
+                other.transition(Event.BEGIN)  # `on_end` ends running backwards only
+                other.on_end(other.runs)
+
+    @runs_outside_contexts
+    def finalize(self) -> None:
+        """End a backward with manual finalization, after it or in one of its hooks.
+
+        Raises:
+            ReductionError: Finalization is not manual, there is nothing to end, or gradients are
+                missing.
+        """
+        running = self.running
+        ended = (SHORT, BackwardState.AWAITING, BackwardState.COMMITTING)
+        if not self.manual or not (running or self.state in ended):
+            raise ReductionError(
+                "there is no reduction to finalize: set require_manual_backward_finalization "
+                "before a forward outside no_sync(), run its backward, and call "
+                "finalize_backward() once"
+            )
+        with torch.no_grad():
+            if running:
+                if not self.has_turn:
+                    self.take_turn()
+                if not self.predecessors:
+                    self._launch_in_order(final=True)
+            if not self.all_launched:
+                self._check_converted()
+                lacking = [self.names[i] for i in sorted(self.bucket_set.missing())]
+                raise ReductionError(
+                    f"parameters {lacking} have no gradient yet: call finalize_backward() when all "
+                    "have one, and after backward while should_finalize_after_backward is true",
+                    lacking,
+                )
+            if running:
+                self.timer.compute_end = perf_counter_ns()
+            try:
+                self._finalize()
+            except BaseException:
+                self.interrupt()
+                raise
+        if running:
+            self.transition(Event.FINALIZE)  # autograd has not reached its end yet
+        self._finalize_others()
+
+    def _finalize(self) -> None:
+        """Wait for the buckets, and write the results to the gradients."""
+        buckets, launched, timer = self.bucket_set, self.launcher.launched, self.timer
+        unused = buckets.unused()
+        untouched = {i for i in unused if not self.parameters[i].requires_grad}
+        results, factor = self._receive(buckets.ready())
+        if self.usage.allows_unused:
+            untouched |= self.usage.unused
+        for one, reduced in zip(launched, results, strict=True):
+            result = reduced
+            if factor is not None and factor != 1.0 and one.sent:  # weights differ
+                if reduced is None:
+                    one.bucket.flat.mul_(factor)
+                else:
+                    result = reduced * factor
+            one.bucket.copy_out(result, untouched)
+        buckets.lay_as_parameters()
+        for parameter in self.optimized:
+            if parameter.grad is not None:
+                with torch.enable_grad():
+                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                        optimizer.step()
+                parameter.grad = None
+        timer.sent = sum(one.sent for one in launched)
+        timer.unused_here = tuple(self.names[i] for i in sorted(unused))
+        if unused:
+            logger.debug("step %d: unused here: %s", self.step, timer.unused_here)
+        timer.comm_end = perf_counter_ns()
+        times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
+        ring.add_step(self.step, *times)
+        self._commit(buckets.ready())
+
+    @runs_outside_contexts
+    def shadow(self) -> None:
+        """Take part in the other ranks' backward with zero gradients, after `prepare`."""
+        try:
+            with torch.no_grad(), self.domain.lock:
+                self.domain.connect()
+                self._agree_on_scale(Tally())
+                for number, bucket in enumerate(self.bucket_set, 1):
+                    bucket.zero()
+                    self._launch_filled(bucket, is_last=number == len(self.bucket_set))
+                self._receive((), Tally())
+        except BaseException:
+            self.interrupt()
+            raise
+        self._commit(range(len(self.parameters)), joined=True)
+
+    def _receive(
+        self, used: Iterable[int], own: Tally | None = None
+    ) -> tuple[list[Tensor | None], float | None]:
+        """Send the remaining messages and wait for all results.
+
+        Args:
+            used: Parameters that got a gradient on this rank.
+            own: Summands of this rank in the vote; None for those of its backward.
+
+        Returns:
+            The result of each bucket, or None if it is in the bucket's buffer; and the factor still
+            to be applied to all of them, or None.
+        """
+        launcher, usage, asked = self.launcher, self.usage, None
+        launcher.send_rest()
+        if usage.allows_unused:
+            if launcher.hook is None:
+                self._sending_last()
+            asked = launcher.start_sum(usage.flags(used))
+        if launcher.hook is None and self.state is not BackwardState.COMMITTING:
+            # the last bucket was sparse, or skipped: its messages have been sent
+            self._sending_last(sent=True)
+        if asked is not None:
+            flags, work = asked
+            launcher.wait_small(work)
+            usage.receive(flags)
+        results = []
+        for launched in launcher.launched:
+            since = perf_counter_ns()
+            results.append(launcher.result(launched))
+            self.timer.waits.append(perf_counter_ns() - since)
+        if launcher.hook is None:
+            return results, self._factor_from_bucket()
+        # a hook may fail after its collectives: ranks then vote
+        self._sending_last()
+        sums = launcher.vote(self.tally() if own is None else own)
+        self._check_in_step(sums)
+        if not launcher.hook.linear:  # its gradients were already weighted
+            return results, None
+        return results, self.weights.factor(sums, self.ranks)
+
+    def _factor_from_bucket(self) -> float | None:
+        """Return the factor, from the sums of weights that arrived with a bucket."""
+        given = self.weights.given is not None
+        if (weights_bucket := self.bucket_set.weights_bucket) is None:
+            if given:
+                self.domain.fail(NotSupportedError(NO_WEIGHTS_BUCKET))
+            return None
+        # on an accelerator, reading the sums blocks the CPU: only ranks with a weight do so there,
+        # and they report a mismatch
+        if not given and weights_bucket.flat.device.type != "cpu":
+            return None
+        sums = Tally.read(weights_bucket.extra)
+        self._check_in_step(sums)
+        return self.weights.factor(sums, self.ranks)
+
+    def _check_in_step(self, sums: Tally) -> None:
+        """Raise on every rank if the ranks' gradients belong to different steps."""
+        if sums.in_step:
+            return
+        domain, (skipped, _) = self.domain, self.forwards.count()
+        counts = domain.channel.exchange("skipped forwards", skipped, domain.seconds)
+        held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
+        domain.fail(
+            MismatchError(
+                "gradients of different steps meet: ranks have called forward, and then not "
+                f"backward, different numbers of times: {held or 'not known'}. Call backward after "
+                "each forward on every rank, or leave a batch out on all ranks (skip_if_any); call "
+                "a forward that has no backward under torch.no_grad() or no_sync()"
+            )
+        )
 
     def tally(self) -> Tally:
         """Return this rank's summands in this backward: weights and counts of forwards."""
         return self.weights.tally(*self.forwards.count())
 
-    def commit(self, used: Sequence[int], *, joined: bool = False) -> None:
+    def _sending_last(self, *, sent: bool = False) -> None:
+        """Record that the backward's last message is about to be sent, or was sent."""
+        self.end = self.domain.log.position() + (not sent)
+        self.transition(Event.SEND_LAST)
+
+    def _commit(self, used: Sequence[int], *, joined: bool = False) -> None:
         """Record that the gradients hold the reduced values.
 
         Args:
@@ -252,20 +821,32 @@ class Backward:
             joined: True if this rank took part by `shadow`.
         """
         self.domain.log.forget(self.end)
-        if self.order.finish() and self.order.rebuild:
+        if not self.bucket_set.options.rebuilds:
+            self.arrivals = None
+        elif self.arrivals is not None and self.launcher.order is None:
             # sent now: all ranks end the reducers of a backward in one order, while their next
             # forwards may run in different orders, where ranks would wait in a circle
-            self.launcher.start_order(self.order.with_others(self.assigner.first_order()))
+            first = self.bucket_set.first_order()
+            self.launcher.start_order([*dict.fromkeys([*self.arrivals, *first])])
         if self.usage.recording:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
-        self.replicas.send(self.launcher, self.forwards, joined=joined or self.shadowed)
+        # now that ranks are together: their next forwards may differ in number. A rank that has run
+        # out of input has old parameters
+        message = self.replica_message and self.replica_message()
+        if message and not (joined or self.shadowed):
+            own = message(self.forwards)
+            if own is not None:
+                self.replica_sum, self.since_replicas = self.launcher.start_sum(own), 0
+        self.since_replicas += 1
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()
         finally:  # the backward has ended all the same, and the next one starts from a clear state
             self._clear()
+
+    # -- errors ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Abort the running backward after an exception, unless it was already handled.
@@ -274,7 +855,7 @@ class Backward:
         """
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
-            self.buckets.take_back()
+            self.bucket_set.take_back()
             self._give_up_gradients()
             self.domain.note_interrupted()
             # gradients may be zeroed in place before the ranks are resynchronized
@@ -304,10 +885,10 @@ class Backward:
             self.raise_not_finalized()
         self.domain.report_interrupted()
         self.domain.raise_deferred()
-        if self.state is not BackwardState.SHORT:
+        if self.state is not SHORT:
             return
-        short = [b for b in (self, *self.others()) if b.state is BackwardState.SHORT]
-        lacking = [b.names[i] for b in short for i in sorted(b.buckets.missing())]
+        short = [b for b in (self, *self.others()) if b.state is SHORT]
+        lacking = [b.names[i] for b in short for i in sorted(b.bucket_set.missing())]
         self.domain.fail(
             ReductionError(
                 f"parameters {lacking} got no gradient in the previous backward pass, so that "
@@ -336,14 +917,85 @@ class Backward:
         self.shadowed = False  # the waiting rank has raised an error
         self.usage.forget()
         self.forwards.clear()
-        self.replicas.backwards = 0
-        self.reassign_buckets(self.assigner.first_order())
+        self.since_replicas = 0
+        self.reassign_buckets(self.bucket_set.first_order())
 
     def _clear(self) -> None:
         """Forget arrived gradients and buckets in flight."""
         self.had_undefined = self.takes_part = self.parked = False
         self.launcher.launched.clear()
         self.launcher.scale = None
-        self.give_turn_up()
-        self.order.clear()
-        self.buckets.reset()
+        self._give_turn_up()
+        if self.arrivals is not None:
+            self.arrivals.clear()
+        self.bucket_set.reset()
+
+
+def _profiled(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
+    """Return a range in the trace of the profiler if one is enabled."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"gradwire: {what} {bucket.what}")
+
+
+@run_as_written
+def on_gradient(
+    reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Any, ...]
+) -> None:
+    """Handle a parameter's gradient: the reducer's work per parameter.
+
+    `incoming` has one element: a tensor or None.
+    """
+    # The reference is weak, so that the hook does not keep the reducer alive.
+    backward = reference()
+    if backward is None:
+        return
+    # do not bind incoming[0] to a name: `Ownership.may_write` counts references to it, and a name
+    # would add one
+    state = backward.state
+    running = state is RUNNING or state is RUNNING_AGAIN
+    if not running and (state is not EXPECTED or backward.local_running) and state is not SHORT:
+        if backward.prepare_late is None or backward.local_running or incoming[0] is None:
+            if incoming[0] is not None:  # stays local; the next backward adds to it
+                if backward.local_running:
+                    backward.local_arrivals.append(index)
+                backward.usage.touched.add(index)
+                backward.bucket_set.ownership.make_private(backward.parameters[index], incoming)
+            return
+        backward.prepare_now()
+    if incoming[0] is None:
+        backward.mark_undefined(index)
+        return
+    if not running:
+        backward._begin_outside(index, incoming[0])
+    if (arrivals := backward.arrivals) is not None:
+        arrivals.append(index)
+    if index in backward.streams.unknown:
+        backward.streams.record(index)
+    bucket = backward.bucket_set.of[index]
+    bucket.ready.append(index)
+    if index in bucket.early:
+        try:
+            bucket.copy_in_early(index, incoming)
+        except (ReductionError, NotSupportedError) as error:
+            backward.domain.fail(error)
+    if len(bucket.ready) >= bucket.expected:
+        backward.on_bucket_ready(bucket)
+
+
+class _EndOfBackward:
+    """Callback at the end of a backward; autograd drops it uncalled after an exception."""
+
+    def __init__(self, backward: Backward, run: int) -> None:
+        self._backward, self._run = backward, run
+
+    @run_as_written
+    def __call__(self) -> None:
+        self._backward.on_end(self._run)
+
+    def __del__(self) -> None:
+        # after an exception, autograd drops its callbacks without calling them; the callback of a
+        # parked backward did run, and the backward waited for another whose callback did not
+        backward = self._backward
+        if backward.running and self._run == backward.runs:
+            backward.interrupt()

@@ -1,4 +1,9 @@
-"""Launch of buckets: by one all_reduce, a sparse exchange or a communication hook."""
+"""Launch of buckets: by one all_reduce, a sparse exchange or a communication hook.
+
+On accelerators, autograd accumulates a gradient on the stream that was current when the
+parameter's node was made, and calls the reducer's hooks there. `docs/design/streams.md` has the
+order between streams for each buffer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, Work
+from torch.nn import Parameter
 
 from gradwire._engine_errors import is_transport
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket
@@ -32,29 +38,24 @@ from gradwire.ddp.faults.waiting import (
     work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, waits_on_cpu
-from gradwire.ddp.reducer.streams import current_stream, follow
-from gradwire.ddp.reducer.tally import Tally
-from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
+from gradwire.ddp.reducer.weights import Tally
+from gradwire.errors import BrokenGroupError, DistributedError
 from gradwire.hooks import GradBucket, SparseSum, StatefulHook, as_future, parse_hook_result
 from gradwire.recorder import BucketRecord
 
 
 @dataclass
 class Launched:
-    """A bucket in flight. It has neither works nor a future if nothing needs to be sent.
-
-    `stream` is the accelerator's stream on which it was sent. `complete` is True if all entries of
-    a sparse gradient were sent.
-    """
+    """A bucket in flight. It has neither works nor a future if nothing needs to be sent."""
 
     bucket: Bucket
     works: Sequence[Work] = ()
     future: torch._C.Future[Any] | None = None
     grad_bucket: GradBucket | None = None
     sparse: SparseSum | None = None
-    complete: bool = False
+    complete: bool = False  # all entries of a sparse gradient were sent
     record: BucketRecord | None = None
-    stream: torch.Stream | None = None
+    stream: torch.Stream | None = None  # of an accelerator, on which it was sent
 
     @property
     def sent(self) -> bool:
@@ -72,6 +73,7 @@ class Launcher:
 
     Attributes:
         launched: Launched buckets of the backward, in launch order.
+        order: Broadcast of rank 0's order of gradients, until buckets are assigned in that order.
         hook: Communication hook with its state; None for the mean.
         correction: Factor of a hook's buckets. If ranks have run out of input, the hook divides by
             more ranks than take part.
@@ -84,22 +86,19 @@ class Launcher:
         self._group, self._domain = group, domain
         self._owner = weakref.ref(owner)  # the owner holds a reference to its launcher
         self._options = AllreduceOptions()
-        self._order: tuple[Tensor, Work] | None = None
+        self.order: tuple[Tensor, Work] | None = None
         self.launched: list[Launched] = []
         self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
         self.scale: float | None = None
-
-    @property
-    def state(self) -> Any:
-        """State of the hook."""
-        return None if self.hook is None else self.hook.state
 
     def in_flight(self) -> list[InFlight]:
         """Return the messages that may still be in flight."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
         return [*map(work_in_flight, works), *map(future_in_flight, futures)]
+
+    # -- buckets -----------------------------------------------------------------------------
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are in its buffer."""
@@ -114,47 +113,26 @@ class Launcher:
                 works = [total.send()]
             self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
-            self._launch_mean(bucket)
+            flat = bucket.flat
+            wire = torch.view_as_real(flat) if flat.is_complex() else flat
+            try:
+                work = self._group.allreduce([wire], self._options)
+            except RuntimeError as error:
+                self._refused(error, bucket.what)
+            self.launched.append(Launched(bucket, works=[work]))
+            # logged once the backend has accepted it: other ranks join logged collectives with
+            # zeros
+            self._domain.log.add(all_reduce_entry(wire))
         self.launched[-1].stream = stream
-
-    def send_rest(self) -> None:
-        """Send the entries of sparse gradients that had no room in the first messages.
-
-        Called before the vote, when the backward has ended and this rank may wait for others.
-        """
-        for launched in self.launched:
-            bucket, total = launched.bucket, launched.sparse
-            if total is None or launched.complete:
-                continue
-            self._wait(launched.works, bucket)
-            with LogMode(self._group, self._domain.log):
-                work = total.send_rest()
-            if work is not None:
-                launched.works = [*launched.works, work]
-            launched.complete = True
-
-    def _launch_mean(self, bucket: Bucket) -> None:
-        flat = bucket.flat
-        wire = torch.view_as_real(flat) if flat.is_complex() else flat
-        try:
-            work = self._group.allreduce([wire], self._options)
-        except RuntimeError as error:
-            self._refused(error, bucket.what)
-        self.launched.append(Launched(bucket, works=[work]))
-        # logged once the backend has accepted it: other ranks join logged collectives with zeros
-        self._domain.log.add(all_reduce_entry(wire))
-
-    def _refused(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raise for a collective that the backend refused, or whose group had failed before."""
-        if isinstance(error, DistributedError):
-            self._domain.give_up(self._domain.translate(error, what), error)
-        self._domain.fail(DistributedError(f"{what}: {error}"), error)
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
         if self.scale is not None and self.scale != 1.0:
-            bucket.multiply(self.scale)
-        grad_bucket = bucket.as_grad_bucket(len(self.launched), is_last=is_last)
+            bucket.flat.mul_(self.scale)
+        names, like, index = bucket.names, bucket.like, len(self.launched)
+        grad_bucket = GradBucket(
+            index, bucket.flat, bucket.parameters, is_last=is_last, names=names, like=like
+        )
         try:
             with LogMode(self._group, self._domain.log):
                 future = as_future(self.hook.run_hook(grad_bucket), self.hook)
@@ -165,16 +143,61 @@ class Launcher:
             self._domain.hook_future = future
 
     def _wait_for_hook(self) -> None:
-        """Wait for a hook that may send more in callbacks, before anything else is sent.
-
-        Callbacks run in threads of the backend: their collectives would precede this reducer's on
-        one rank and follow them on another. The hook may be that of another reducer of the group.
-        """
+        """Wait for a hook that may send more in callbacks, before anything else is sent."""
+        # Callbacks run in threads of the backend: their collectives would precede this reducer's on
+        # one rank and follow them on another. The hook may be that of another reducer of the group.
         future = self._domain.hook_future
-        if future is not None and (late := wait_future(future, self._poll, self._domain.seconds)):
-            self._domain.give_up(self._domain.translate(late, "a communication hook"), late)
+        if future is not None:
+            self._wait_future(future, "a communication hook")
         # cleared only now: an exception in a signal handler may end the wait
         self._domain.hook_future = None
+
+    def send_rest(self) -> None:
+        """Send the entries of sparse gradients that had no room in the first messages.
+
+        Called before the vote, when the backward has ended and this rank may wait for others.
+        """
+        for launched in self.launched:
+            total = launched.sparse
+            if total is None or launched.complete:
+                continue
+            self._wait(launched)
+            with LogMode(self._group, self._domain.log):
+                work = total.send_rest()
+            if work is not None:
+                launched.works = [*launched.works, work]
+            launched.complete = True
+
+    def result(self, launched: Launched) -> Tensor | None:
+        """Wait for a bucket. Return its result, or None if it is in `flat`."""
+        record = launched.record
+        if record is not None:
+            record.waited = perf_counter_ns()
+        self._wait(launched)
+        result = None
+        if launched.sparse is not None:
+            result = launched.sparse.result()
+        elif launched.future is not None:
+            result = self._hook_result(launched, launched.future)
+        # a work may only order the stream it was sent on, and a future without devices none
+        follow(launched.stream)
+        if record is not None:
+            record.done = perf_counter_ns()
+        return result
+
+    def _hook_result(self, launched: Launched, future: torch._C.Future[Any]) -> Tensor:
+        assert launched.grad_bucket is not None
+        assert self.hook is not None
+        bucket = launched.bucket
+        self._wait_future(future, bucket.what)
+        device = bucket.parameters[0].device
+        if device.type in WITH_STREAMS and waits_on_cpu(self._group, device):
+            # Gloo's futures do not order streams: what callbacks have queued may still run
+            torch.accelerator.synchronize(device)
+        try:
+            return parse_hook_result(future.wait(), launched.grad_bucket, self.hook)
+        except Exception as error:
+            self._domain.hook_failed(error, bucket.what)
 
     def committed(self) -> None:
         """Call the hook's `committed` after a backward has ended on all ranks: it may send."""
@@ -196,55 +219,22 @@ class Launcher:
                     self._domain.give_up(BrokenGroupError(text), error)
             raise
 
-    def result(self, launched: Launched) -> Tensor | None:
-        """Wait for a bucket. Return its result, or None if it is in `flat`."""
-        record = launched.record
-        if record is not None:
-            record.waited = perf_counter_ns()
-        result = self._result(launched)
-        # a work may only order the stream it was sent on, and a future without devices none
-        follow(launched.stream)
-        if record is not None:
-            record.done = perf_counter_ns()
-        return result
-
-    def _result(self, launched: Launched) -> Tensor | None:
-        self._wait(launched.works, launched.bucket)
-        if launched.sparse is not None:
-            return launched.sparse.result()
-        if launched.future is None:
-            return None
-        assert launched.grad_bucket is not None
-        assert self.hook is not None
-        if late := wait_future(launched.future, self._poll, self._domain.seconds):
-            self._domain.give_up(self._domain.translate(late, launched.bucket.what), late)
-        device = launched.bucket.parameters[0].device
-        if device.type in WITH_STREAMS and waits_on_cpu(self._group, device):
-            # Gloo's futures do not order streams: what callbacks have queued may still run
-            torch.accelerator.synchronize(device)
-        try:
-            return parse_hook_result(launched.future.wait(), launched.grad_bucket, self.hook)
-        except Exception as error:
-            self._domain.hook_failed(error, launched.bucket.what)
+    # -- small messages ----------------------------------------------------------------------
 
     def start_order(self, order: Sequence[int]) -> None:
         """Start to broadcast rank 0's order, at the end of a backward on all ranks."""
         device = message_device(self._group)
         theirs = torch.tensor(order, dtype=torch.int64, device=device)
-        self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
-        self._domain.log.add(broadcast_entry(theirs, root=0), self._order[1])
+        self.order = theirs, self._group.broadcast([theirs], broadcast_options(0))
+        self._domain.log.add(broadcast_entry(theirs, root=0), self.order[1])
 
     def receive_order(self) -> list[int]:
         """Return rank 0's order. If an exception interrupts the wait, the next call waits again."""
-        assert self._order is not None
-        theirs, work = self._order
+        assert self.order is not None
+        theirs, work = self.order
         if self._group.rank() != 0:
             self.wait_small(work)
         return theirs.tolist()
-
-    def forget_order(self) -> None:
-        """Forget the order, since new buckets are made."""
-        self._order = None
 
     def start_sum(self, flags: Tensor) -> tuple[Tensor, Work]:
         """Start to sum a small tensor over the ranks: it holds the sum once the work has ended."""
@@ -277,11 +267,19 @@ class Launcher:
             raise BrokenGroupError(f"{voted:g} of {self._group.size()} ranks have voted")
         return Tally.read(votes)
 
+    # -- waits -------------------------------------------------------------------------------
+
     def wait_small(self, work: Work) -> None:
         """Wait for a message whose values this rank needs."""
         if not cpu_capable(self._group):
             wait_done(work, self._poll)  # reading the values would block the CPU without polling
         self._wait_work(work, "a small all_reduce or broadcast", on_cpu=cpu_capable(self._group))
+
+    def _wait(self, launched: Launched) -> None:
+        bucket = launched.bucket
+        on_cpu = waits_on_cpu(self._group, bucket.parameters[0].device)
+        for work in launched.works:
+            self._wait_work(work, bucket.what, on_cpu=on_cpu)
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
         """Wait for a work handle. A failure of the backend breaks the group."""
@@ -291,19 +289,87 @@ class Launcher:
                 self._domain.fail(DistributedError(f"{what}: {error}"), error)
             self._domain.give_up(self._domain.translate(error, what), error)
 
-    def _wait(self, works: Sequence[Work], bucket: Bucket) -> None:
-        on_cpu = waits_on_cpu(self._group, bucket.parameters[0].device)
-        for work in works:
-            self._wait_work(work, bucket.what, on_cpu=on_cpu)
+    def _wait_future(self, future: torch._C.Future[Any], what: str) -> None:
+        if late := wait_future(future, self._poll, self._domain.seconds):
+            self._domain.give_up(self._domain.translate(late, what), late)
 
     def _poll(self) -> None:
         owner = self._owner()
         assert owner is not None
         self._domain.poll(owner)
 
-    def copy_in(self, bucket: Bucket) -> None:
-        """Fill the buffer of a bucket that is ready."""
-        try:
-            bucket.copy_in()
-        except (ReductionError, NotSupportedError) as error:
-            self._domain.fail(error)
+    def _refused(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raise for a collective that the backend refused, or whose group had failed before."""
+        if isinstance(error, DistributedError):
+            self._domain.give_up(self._domain.translate(error, what), error)
+        self._domain.fail(DistributedError(f"{what}: {error}"), error)
+
+
+# -- streams of accelerators -------------------------------------------------------------------
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of a device; None if it has none."""
+    return torch.accelerator.current_stream(device) if device.type in WITH_STREAMS else None
+
+
+def follow(stream: torch.Stream | None) -> bool:
+    """Let the current stream of the same device wait for the work queued on a stream.
+
+    Returns:
+        True if it waits: it is another stream, and not a capture that the stream has no part in.
+    """
+    if stream is None:
+        return False
+    current = current_stream(stream.device)
+    if current is None or current == stream:
+        return False
+    # in the capture of a CUDA graph, waiting for a stream outside of it is an error
+    if _is_capturing(current) and not _is_capturing(stream):
+        return False
+    current.wait_stream(stream)
+    return True
+
+
+class GradientStreams:
+    """Streams on which the gradients of a reducer's parameters are accumulated.
+
+    Attributes:
+        unknown: Indices of parameters whose stream is not known yet; empty on the CPU.
+    """
+
+    # A node keeps its stream for as long as it exists, so each is looked up once: at every gradient
+    # this would take 1 µs.
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._devices = [p.device for p in parameters]
+        self.unknown = {i for i, d in enumerate(self._devices) if d.type in WITH_STREAMS}
+        self._distinct: list[torch.Stream] = []
+
+    def record(self, index: int) -> None:
+        """Record the current stream, from the hook of a parameter's gradient."""
+        stream = current_stream(self._devices[index])
+        assert stream is not None
+        if stream not in self._distinct:
+            self._distinct.append(stream)
+        self.unknown.discard(index)
+
+    def join(self, device: torch.device) -> bool:
+        """Let the device's current stream wait for the gradients accumulated so far.
+
+        Needed before a bucket is filled and sent: its gradients may come on several streams, and it
+        may be sent from the hook of another bucket's gradient, from a thread for another device or
+        after backward.
+
+        Returns:
+            True if it waits for any: the bucket must then record its use of the gradients.
+        """
+        followed = [follow(s) for s in self._distinct if s.device == device]
+        return any(followed)
+
+
+def _is_capturing(stream: torch.Stream) -> bool:
+    if stream.device.type != "cuda":
+        return False
+    with stream:
+        return torch.cuda.is_current_stream_capturing()

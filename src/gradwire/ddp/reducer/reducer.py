@@ -2,39 +2,36 @@
 
 Each parameter reports once per backward that its gradient is ready. When all parameters of a bucket
 have done so, the bucket is launched, in the same order on every rank. At the end of backward, the
-reducer waits for the buckets in that order and writes the results to the gradients (see
-`finalize`). `average_gradients` in `naive.py` computes the same without buckets or overlap.
+reducer waits for the buckets in that order and writes the results to the gradients: all of this is
+in `Backward`. `average_gradients` in `naive.py` computes the same without buckets or overlap.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice, repeat
+from time import perf_counter_ns
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from gradwire._containers import leaves, map_tensors, tensors_in
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.buckets.assignment import BucketAssigner
+from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.options import ReducerOptions
-from gradwire.ddp.reducer.arrival import expect, expect_local, expect_nested, on_gradient
-from gradwire.ddp.reducer.backward import Backward
-from gradwire.ddp.reducer.bookkeeping import ReplicaSums
-from gradwire.ddp.reducer.bypasses import has_new_hooks
-from gradwire.ddp.reducer.finalize import finalize_manually, shadow
-from gradwire.ddp.reducer.launch_order import check_over
-from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.tally import Tally
-from gradwire.ddp.reducer.usage import Usage, accumulation_node
-from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
+from gradwire.ddp.reducer.backward import Backward, on_gradient
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Tally, Usage, accumulation_node
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name, run_in_group
 
@@ -50,7 +47,7 @@ def check_unshared(named: Sequence[tuple[str, Tensor]], module: str) -> None:
             reference, known = accumulation_node(parameter).metadata.get(REDUCER, (None, ""))
             other: Reducer | None = reference and reference()
             if other is not None and other._remove_hooks.alive:
-                return f"{name} of {module} is also {known} of {other._module}"
+                return f"{name} of {module} is also {known} of {other.bucket_set.options.module}"
         return None
 
     if shared() is not None:
@@ -62,7 +59,54 @@ def check_unshared(named: Sequence[tuple[str, Tensor]], module: str) -> None:
         )
 
 
-class Reducer:
+@dataclass(frozen=True)
+class BucketLog:
+    """One bucket.
+
+    Attributes:
+        parameters: Names of the parameters, in the bucket's order.
+        bytes: Size of their gradients.
+        wait_seconds: Time that the end of the last backward waited for the bucket.
+    """
+
+    parameters: tuple[str, ...]
+    bytes: int
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class LoggingData:
+    """Record of a wrapped module's last step that reduced gradients.
+
+    Attributes:
+        steps: Number of forwards that were followed by a reduction, or are about to be.
+        buckets: Buckets in launch order.
+        buckets_sent: Number of buckets that had anything to send in the last step.
+        rebuilt: True if the buckets follow the order in which gradients become ready.
+        unused: Parameters that no rank used in the last step; None without
+            `find_unused_parameters` or `static_graph`.
+        unused_here: Parameters that got no gradient on this rank in the last step.
+        hook: Name of the communication hook, or None.
+        forward_seconds: Time from the start of forward to the start of backward.
+        backward_seconds: Time from the start of backward to its last gradient.
+        exposed_seconds: Time from the last gradient until all gradients were reduced.
+        communication_seconds: Time from the first bucket's launch until all gradients were reduced.
+    """
+
+    steps: int
+    buckets: tuple[BucketLog, ...]
+    buckets_sent: int
+    rebuilt: bool
+    unused: tuple[str, ...] | None
+    unused_here: tuple[str, ...]
+    hook: str | None
+    forward_seconds: float
+    backward_seconds: float
+    exposed_seconds: float
+    communication_seconds: float
+
+
+class Reducer(Backward):
     """Averages the gradients of parameters over the ranks of a group, in buckets.
 
     After `prepare`, the next backward that gives every parameter a gradient leaves in each
@@ -73,11 +117,8 @@ class Reducer:
         parameters: Names and parameters that require a gradient; the same on every rank.
         group: Process group.
         options: Options.
-        given: Fields of `ReducerOptions`, such as `caps`, instead of `options`.
 
     Raises:
-        ArgumentError: There are no parameters, caps are not positive, or the layout does not fit.
-        ArgumentTypeError: `group` is no process group.
         NotSupportedError: Another reducer has one of the parameters.
 
     Example:
@@ -99,31 +140,28 @@ class Reducer:
         parameters: Sequence[tuple[str, Parameter]],
         group: ProcessGroup,
         options: ReducerOptions | None = None,
-        **given: Any,
     ) -> None:
-        check_group(group)
-        if not parameters:
-            raise ArgumentError("parameters is empty: there is nothing to reduce")
-        options = ReducerOptions(**given) if options is None else options
+        options = options or ReducerOptions()
         check_unshared(parameters, options.module)
-        self._module = options.module
         # with skip_unused, the bucket that carries them may be skipped
         extra_numel = 0 if options.skip_unused else len(Tally._fields)
-        assigner = BucketAssigner(parameters, group, options, extra_numel=extra_numel)
+        bucket_set = BucketSet(parameters, check_group(group), options, extra_numel=extra_numel)
         # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
-        self._backward = Backward(assigner, Usage(assigner.parameters, nodes, options))
-        self._remove_hooks = self._register_hooks(nodes)
-        for node, (name, _) in zip(nodes, parameters, strict=True):
-            node.metadata[REDUCER] = weakref.ref(self), name
-
-    def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:
-        """Register the hooks for ready gradients, and return a finalizer that removes them."""
-        reference = weakref.ref(self._backward)
+        super().__init__(bucket_set, Usage(bucket_set.parameters, nodes, options))
+        reference: weakref.ref[Backward] = weakref.ref(self)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
-        return remove_hooks_with(self, handles)
+        self._remove_hooks = remove_hooks_with(self, handles)
+        for node, (name, _) in zip(nodes, parameters, strict=True):
+            node.metadata[REDUCER] = reference, name
+
+    def close(self) -> None:
+        """Stop reducing, so that another reducer can take the parameters."""
+        self._remove_hooks()
+
+    # -- what is reduced, and how ------------------------------------------------------------
 
     @runs_outside_contexts
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
@@ -139,37 +177,31 @@ class Reducer:
             ArgumentTypeError: Not a hook.
             ArgumentError: A `StatefulHook` together with another state.
         """
-        backward = self._backward
         bound = None if hook is None else bind_hook(state, hook)
         if bound is not None:
-            run_in_group(bound, backward.group)
-        backward.launcher.hook = bound
-        order = [i for bucket in backward.buckets for i in bucket.members]
-        backward.reassign_buckets(order)
-
-    def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError | None]) -> None:
-        """Let a function convert errors of unexpected gradients; None from it keeps the error."""
-        self._backward.reword = reword
+            run_in_group(bound, self.group)
+        self.launcher.hook = bound
+        self.reassign_buckets([i for bucket in self.bucket_set for i in bucket.members])
 
     @property
     def has_hook(self) -> bool:
         """True if a communication hook is registered."""
-        return self._backward.launcher.hook is not None
+        return self.launcher.hook is not None
 
     @property
     def hook_state(self) -> Any:
         """State of the communication hook."""
-        return self._backward.launcher.state
+        return None if self.launcher.hook is None else self.launcher.hook.state
 
     @property
     def buckets(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in launch order."""
-        return [list(bucket.names) for bucket in self._backward.buckets]
+        return [list(bucket.names) for bucket in self.bucket_set]
 
     @property
     def rebuilt(self) -> bool:
         """True if buckets are final and follow the order of a backward."""
-        return self._backward.order.rebuilt and self._backward.order.arrivals is None
+        return self.bucket_set.options.rebuilds and self.arrivals is None
 
     @runs_outside_contexts
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
@@ -178,19 +210,64 @@ class Reducer:
         Raises:
             ArgumentError: The names do not match the parameters.
         """
-        assigner = self._backward.assigner
-        number = {name: i for i, name in enumerate(assigner.names)}
+        number = {name: i for i, name in enumerate(self.names)}
         flat = [name for bucket in names for name in bucket]
         layout = [[number[n] for n in bucket if n in number] for bucket in names]
-        params = assigner.parameters
-        kinds = [{(params[i].dtype, params[i].device) for i in bucket} for bucket in layout]
+        kinds = [
+            {(self.parameters[i].dtype, self.parameters[i].device) for i in bucket}
+            for bucket in layout
+        ]
         if sorted(flat) != sorted(number) or any(len(kind) != 1 for kind in kinds):
             raise ArgumentError(
-                f"buckets {[*map(list, names)]} do not fit the parameters {assigner.names}: each "
+                f"buckets {[*map(list, names)]} do not fit the parameters {self.names}: each "
                 "parameter is in one bucket, and a bucket has one dtype and device"
             )
-        assigner.layout = layout
-        self._backward.reassign_buckets(assigner.first_order())
+        self.bucket_set.layout = layout
+        self.reassign_buckets(self.bucket_set.first_order())
+
+    @runs_outside_contexts
+    def replace_group(self, group: ProcessGroup) -> None:
+        """Reduce over another group from now on. Every rank of that group calls this.
+
+        If the hook's state, or its `process_group`, is the old group, the new one replaces it.
+        """
+        hook, old = self.launcher.hook, self.group
+        self.set_group(check_group(group))
+        self.launcher.hook = hook
+        if hook is not None:
+            if hook.state is old:
+                hook.state = group
+            elif getattr(hook.state, "process_group", None) is old:
+                hook.state.process_group = group
+            run_in_group(hook, group)
+        self.start_over()
+
+    @property
+    def manual_finalization(self) -> bool:
+        """True if `finalize` ends a backward, False if it ends by itself."""
+        return self.manual
+
+    @manual_finalization.setter
+    def manual_finalization(self, required: bool) -> None:
+        if required != self.manual and self.state.unfinished:
+            raise ReductionError(
+                "manual finalization was switched during a backward: set it before a forward, or "
+                "after finalize_backward()"
+            )
+        self.manual = required
+
+    @property
+    def must_return_first(self) -> bool:
+        """True if the next backward must return before `finalize` is called."""
+        return self.manual and (self.arrivals is not None or self.usage.recording)
+
+    # -- before a forward --------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Prepare for a forward, with or without a reduced backward: it has its own weight."""
+        if self.has_new_optimizers():
+            self.detach_optimizers()
+        self.weights.on_forward()
 
     @runs_outside_contexts
     def prepare(
@@ -207,83 +284,41 @@ class Reducer:
             ranks: Divisor of the sum; None for the number of ranks of the group.
             uneven: If True, ranks may take part by `shadow`, where unused buckets are unknown.
             shadowed: If True, some ranks do. They wait for exactly one backward.
-            recovered: True if `recover` was called, and nothing was sent since.
+            recovered: True if `raise_if_unfinished` was called, and nothing was sent since.
 
         Raises:
             ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
-        backward = self._backward
         if not recovered:
-            backward.raise_if_unfinished()
-        if not backward.step:  # optimizers may be attached after wrapping, without hooks
-            backward.detach_optimizers()
-        backward.rebuild_once()
-        ranks = ranks or backward.group.size()
-        backward.prepare_for_backward(ranks, uneven=uneven, shadowed=shadowed)
+            self.raise_if_unfinished()
+        if not self.step:  # optimizers may be attached after wrapping, without hooks
+            self.detach_optimizers()
+        self.rebuild_once()
+        self.skip_unused = self.bucket_set.options.skip_unused and not uneven
+        self.shadowed, self.prepare_late = shadowed, None
+        self.step += 1
+        timer = self.timer
+        timer.forward_start, timer.waits = perf_counter_ns(), []
+        timer.compute_start = timer.compute_end = timer.comm_start = timer.comm_end = 0
+        self.transition(Event.PREPARE)
+        self.prepare_buckets(ranks or self.group.size())
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
-        backward = self._backward
-        backward.buckets.finish_making()
-        if not self.has_hook and backward.buckets.weights_bucket is None:
+        self.bucket_set.finish_making()
+        if not self.has_hook and self.bucket_set.weights_bucket is None:
             raise NotSupportedError(NO_WEIGHTS_BUCKET)
-        if backward.awaits_finalization:
+        if self.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
-        if backward.state is BackwardState.SHORT and backward.launcher.launched:
+        if self.state is BackwardState.SHORT and self.launcher.launched:
             raise ReductionError(
                 "weight(n) between two backwards of one forward: give it before the first of them"
             )
-        backward.weights.give(weight)
+        self.weights.give(weight)
 
-    @property
-    def group(self) -> ProcessGroup:
-        """Process group."""
-        return self._backward.group
-
-    @property
-    def replica_sums(self) -> ReplicaSums:
-        """Sums that compare replicas, sent at the end of backwards."""
-        return self._backward.replicas
-
-    @property
-    def step(self) -> int:
-        """Number of backwards prepared."""
-        return self._backward.step
-
-    def begin_forward(self) -> None:
-        """Prepare for a forward, with or without a reduced backward: it has its own weight."""
-        if has_new_hooks():
-            self._backward.detach_optimizers()
-        self._backward.weights.on_forward()
-
-    def recover(self) -> None:
-        """Raise errors of the previous backward, before ranks communicate: the start of `prepare`.
-
-        Raises:
-            ReductionError: The previous backward left parameters without a gradient.
-            PeerFailedError: Another rank reported an error.
-            BrokenGroupError: The group cannot be used again after an earlier error.
-        """
-        self._backward.raise_if_unfinished()
-
-    def check_over(self) -> None:
-        """Raise if a rank waits for a backward in `shadow`. Called before other communication.
-
-        Raises:
-            ReductionError: A rank waits, because a forward had no backward on this rank.
-        """
-        check_over(self._backward)
-
-    @property
-    def shadowed(self) -> bool:
-        """True if a rank takes part by `shadow`, and waits for a backward."""
-        return self._backward.shadowed
-
-    def end_uneven(self) -> None:
-        """Record that no rank takes part by `shadow` from now on."""
-        self._backward.shadowed = False
+    # -- after a forward ---------------------------------------------------------------------
 
     def expect(self, outputs: Iterable[Tensor], *, counted: bool = True) -> None:
         """Let a backward begin at these outputs of a forward, each time it is run.
@@ -293,11 +328,31 @@ class Reducer:
         Without this call a backward begins at the first gradient of a parameter. If that comes from
         a reentrant checkpoint, unused parameters are not known then.
         """
-        expect(self._backward, outputs, counted=counted)
+        begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+        if not begun:
+            return
+        forward = self.forwards.begin() if counted else None
+        number = 0 if forward is None else forward.number
+        call = partial(on_output, weakref.ref(self), forward=number)
+        for tensor in begun:
+            tensor.register_hook(call)
+            if forward is not None:  # the node references it for as long as the node lives
+                _metadata(tensor.grad_fn)[OUTPUT] = forward
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a forward under `no_sync`, whose backward is not reduced."""
-        expect_local(self._backward, outputs)
+        weighted = self.weights.in_use or self.usage.find_unused
+        self.prepare_late = None
+        if self.state is not BackwardState.EXPECTED and not weighted:
+            return  # the common case: gradients stay local
+        constant = True
+        for tensor in outputs:
+            if tensor.requires_grad:
+                constant = False
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(on_local_output, weakref.ref(self), self.step))
+        if constant:  # it cannot have a backward: its gradients are zero
+            self.weights.count()
 
     def expect_after_transform(self, *, local: bool) -> None:
         """Prepare late for a forward in a transform of `torch.func`.
@@ -307,25 +362,8 @@ class Reducer:
         Args:
             local: If True, that backward is not reduced.
         """
-        self._backward.weights.on_forward()
-        self._backward.prepare_late = None if local else weakref.WeakMethod(self.prepare)
-
-    def skip(self) -> None:
-        """Expect no backward of the last forward, which all ranks leave out."""
-        backward = self._backward
-        backward.prepare_late = backward.weights.given = None
-        if backward.state is BackwardState.EXPECTED:
-            backward.transition(Event.SKIP)
-
-    @property
-    def in_backward(self) -> bool:
-        """True within the backward that is reduced: in a checkpoint or a hook.
-
-        The backward may not have reached the outputs yet if a checkpoint contains more than the
-        module.
-        """
-        begun = self._backward.running or self._backward.state is BackwardState.EXPECTED
-        return begun and torch._C._current_graph_task_id() != -1
+        self.weights.on_forward()
+        self.prepare_late = None if local else weakref.WeakMethod(self.prepare)
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
         """Let a backward begin at the outputs of a forward that ran within the reduced backward.
@@ -334,7 +372,65 @@ class Reducer:
         tensors. A reentrant one runs a backward through these outputs, which ends the running
         backward and is reduced instead.
         """
-        expect_nested(self._backward, outputs, self.prepare)
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                prepare = weakref.WeakMethod(self.prepare)
+                tensor.register_hook(partial(on_nested_output, weakref.ref(self), prepare))
+
+    def skip(self) -> None:
+        """Expect no backward of the last forward, which all ranks leave out."""
+        self.prepare_late = self.weights.given = None
+        if self.state is BackwardState.EXPECTED:
+            self.transition(Event.SKIP)
+
+    def receive_replicas(self) -> Tensor | None:
+        """Return the sum of replicas' messages that the last backward began, once."""
+        if self.replica_sum is None:
+            return None
+        total, work = self.replica_sum
+        self.launcher.wait_small(work)
+        self.replica_sum = None
+        return total
+
+    @property
+    def in_backward(self) -> bool:
+        """True within the backward that is reduced: in a checkpoint or a hook.
+
+        The backward may not have reached the outputs yet if a checkpoint contains more than the
+        module.
+        """
+        begun = self.running or self.state is BackwardState.EXPECTED
+        return begun and torch._C._current_graph_task_id() != -1
+
+    def logging_data(self) -> LoggingData:
+        """Return buckets, unused parameters and times of the last step that reduced gradients."""
+        usage, timer, hook = self.usage, self.timer, self.launcher.hook
+        unused = None
+        if usage.find_unused or usage.static:
+            unused = tuple(self.names[i] for i in sorted(usage.unused))
+        waits = zip(self.bucket_set, chain(timer.waits, repeat(0)), strict=False)
+
+        def seconds(start: int, end: int) -> float:  # 0 for a phase that has not ended
+            return max(0, end - start) / 1e9
+
+        return LoggingData(
+            steps=self.step,
+            buckets=tuple(
+                BucketLog(tuple(b.names), sum(p.nbytes for p in b.parameters), wait / 1e9)
+                for b, wait in waits
+            ),
+            buckets_sent=timer.sent,
+            rebuilt=self.rebuilt,
+            unused=unused,
+            unused_here=timer.unused_here,
+            hook=None if hook is None else hook_name(hook),
+            forward_seconds=seconds(timer.forward_start, timer.compute_start),
+            backward_seconds=seconds(timer.compute_start, timer.compute_end),
+            exposed_seconds=seconds(timer.compute_end, timer.comm_end),
+            communication_seconds=seconds(timer.comm_start, timer.comm_end),
+        )
+
+    # -- PyTorch's names ---------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """Call `prepare`, then `expect` with these tensors: a loss, or a forward's outputs.
@@ -352,78 +448,163 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """Do nothing: a static graph's first backward is reduced at its end. See PyTorch."""
 
-    @property
-    def manual_finalization(self) -> bool:
-        """True if `finalize` ends a backward, False if it ends by itself."""
-        return self._backward.manual
 
-    @manual_finalization.setter
-    def manual_finalization(self, required: bool) -> None:
-        if required != self._backward.manual and self._backward.state.unfinished:
-            raise ReductionError(
-                "manual finalization was switched during a backward: set it before a forward, or "
-                "after finalize_backward()"
-            )
-        self._backward.manual = required
+# -- hooks of outputs ----------------------------------------------------------------------------
+# They hold weak references, so that a graph does not keep the reducer alive.
 
-    @property
-    def must_return_first(self) -> bool:
-        """True if the next backward must return before `finalize` is called."""
-        backward = self._backward
-        return backward.manual and (backward.order.arrivals is not None or backward.usage.recording)
 
-    @runs_outside_contexts
-    def finalize(self) -> None:
-        """End a backward with `manual_finalization`, after it or in one of its hooks.
+@runs_outside_contexts
+def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> None:
+    """Begin a backward at an output of a forward; `forward` is its number, or 0 if it has none."""
+    if (backward := reference()) is not None:
+        backward.reach_output(forward)
 
-        Raises:
-            ReductionError: Finalization is not manual, nothing was reduced, or gradients are
-                missing.
-            PeerFailedError: Another rank reported an error.
-        """
-        finalize_manually(self._backward)
 
-    @runs_outside_contexts
-    def shadow(self) -> None:
-        """Take part in the other ranks' backward with zero gradients, after `prepare`."""
-        shadow(self._backward)
+@runs_outside_contexts
+def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
+    """Begin the backward of a forward under `no_sync`, and count its weight.
 
-    @runs_outside_contexts
-    def replace_group(self, group: ProcessGroup) -> None:
-        """Reduce over another group from now on. Every rank of that group calls this.
+    While the backward of another forward is expected, the gradients of this one do not belong to
+    it. `step` is the last step prepared before the forward: a program may also prepare the backward
+    of this forward by hand.
+    """
+    backward = reference()
+    if backward is None:
+        return
+    backward.weights.on_backward()
+    if backward.state is BackwardState.EXPECTED and backward.step == step:
+        local = _LocalBackward(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(local)
 
-        If the hook's state, or its `process_group`, is the old group, the new one replaces it.
-        """
-        backward, old = self._backward, self._backward.assigner.group
-        hook = backward.launcher.hook
-        backward.set_group(check_group(group))
-        backward.launcher.hook = hook
-        if hook is not None:
-            if hook.state is old:
-                hook.state = group
-            elif getattr(hook.state, "process_group", None) is old:
-                hook.state.process_group = group
-            run_in_group(hook, group)
-        backward.start_over()
 
-    def close(self) -> None:
-        """Stop reducing, so that another reducer can take the parameters."""
-        self._remove_hooks()
+@runs_outside_contexts
+def on_nested_output(
+    reference: weakref.ref[Backward],
+    prepare: weakref.WeakMethod[Callable[..., None]],
+    _: Tensor,
+) -> None:
+    """Begin a backward at an output of a forward that ran within another backward."""
+    backward, prepare_now = reference(), prepare()
+    if backward is None or prepare_now is None:
+        return
+    if backward.running and torch._C._current_graph_task_id() != backward.task:
+        prepare_now()
+    backward.reach_output(0)
 
-    def logging_data(self) -> LoggingData:
-        """Return buckets, unused parameters and times of the last step that reduced gradients."""
-        backward, usage = self._backward, self._backward.usage
-        unused = None
-        if usage.find_unused or usage.static:
-            unused = tuple(backward.names[i] for i in sorted(usage.unused))
-        hook = backward.launcher.hook
-        return LoggingData(
-            steps=backward.step,
-            buckets=backward.timer.buckets(backward.buckets),
-            buckets_sent=backward.timer.sent,
-            rebuilt=self.rebuilt,
-            unused=unused,
-            unused_here=backward.timer.unused_here,
-            hook=None if hook is None else hook_name(hook),
-            **backward.timer.seconds(),
-        )
+
+class _LocalBackward:
+    """Count a running backward of a forward under `no_sync` for as long as autograd keeps this."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+        backward.local_running += 1
+
+    def __call__(self) -> None:
+        """Do nothing: autograd then drops this object, as it does after an exception."""
+
+    def __del__(self) -> None:
+        self._backward.local_running -= 1
+        self._backward.local_arrivals.clear()
+
+
+# -- outputs of a forward, at which a backward begins --------------------------------------------
+
+OUTPUT = "gradwire.ddp.output"
+"""Key in an output's node of autograd: its forward."""
+_DEPTH, _MOST = 3, 4096
+"""Limits on nested objects of other classes: levels and values searched. An object may have a
+tokenizer with all of its words."""
+
+
+def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in an object of another class, such as a distribution, at any level.
+
+    The nearest tensors come first. No code of the objects runs; they may form cycles.
+    """
+    level, count = [value], 0
+    for _ in range(_DEPTH):
+        held = [object.__getattribute__(v, "__dict__") for v in level if _may_hold(v)]
+        level = []
+        while held:
+            inside: list[Any] = []
+            for container in held:
+                if id(container) not in seen:
+                    seen.add(id(container))
+                    room = _MOST - count - len(inside)
+                    inside += islice(_items(container), min(room, _MOST // 8))
+            count += len(inside)
+            held = []
+            for v in inside:
+                if isinstance(v, Tensor):
+                    yield v
+                else:
+                    (held if isinstance(v, dict | list | tuple) else level).append(v)
+
+
+def _may_hold(value: Any) -> bool:
+    """Return True if an object has attributes, and is neither a module nor a class."""
+    if isinstance(value, nn.Module | type | ModuleType):
+        return False
+    try:
+        return type(object.__getattribute__(value, "__dict__")) is dict
+    except Exception:  # proxies of other objects may compute __dict__, or have none
+        return False
+
+
+def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    """Return a container's values without calling methods of its subclass."""
+    if isinstance(container, dict):
+        return dict.values(container)
+    return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
+
+
+def beginnings(output: Any, since: int) -> Iterator[Tensor]:
+    """Yield the tensors at which a backward through a forward's output may begin.
+
+    A view that is written in place (the result of `squeeze`, by `out += 1`) gets a new node,
+    without its hooks. Backward then reaches the base of the view, which is therefore included.
+
+    Args:
+        output: Output of the forward.
+        since: Sequence number of autograd when the forward began.
+    """
+    seen: set[int] = set()
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+            base = leaf._base if leaf.requires_grad else None
+            other: Iterable[Tensor] = () if base is None else (base,)
+        else:
+            other = _in_attributes(leaf, seen)
+        for tensor in other:  # of this forward only: an object may also hold older tensors
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
+                yield tensor
+
+
+def with_own_nodes(output: Any, since: int) -> Any:
+    """Return the output of a forward, with views instead of tensors that it passed through.
+
+    Such a tensor is an input of the forward, or an output of an inner module. A backward reaches
+    the outputs of several modules in the same order on every rank only if each output has a node
+    made by its forward, even on ranks whose forward does nothing.
+
+    Args:
+        output: Output of the forward.
+        since: Sequence number of autograd when the forward began.
+    """
+
+    def is_other(t: Tensor) -> bool:
+        if not t.requires_grad or t.layout != torch.strided:
+            return False
+        node = t.grad_fn
+        return node is None or node._sequence_nr() < since or OUTPUT in _metadata(node)
+
+    if not any(is_other(t) for t in tensors_in(output)):
+        return output
+    return map_tensors(lambda t: t.view_as(t) if is_other(t) else t, output)
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """Return the metadata dict of a node of autograd."""
+    metadata: dict[str, Any] = node.metadata  # PyTorch's stub declares a method
+    return metadata
