@@ -164,7 +164,7 @@ class ReducedModule:
         return averages and (other is self.group or not isinstance(other, ProcessGroup))
 
     def reword_unexpected(self, reword: Reword) -> None:
-        """Let a function convert errors of unexpected gradients. Copies do not have the function."""
+        """Let a function convert errors of unexpected gradients; copies do not have it."""
         self._reword = reword
         self.reducer.reword = reword
 

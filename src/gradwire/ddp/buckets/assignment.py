@@ -178,14 +178,9 @@ class BucketSet:
     def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
         params = [self.parameters[i] for i in order]
         alone = [i in self._sparse for i in range(len(self.parameters))] if self._sparse else ()
-        return plan_buckets(
-            [p.nbytes for p in params],
-            [p.dtype for p in params],
-            [p.device for p in params],
-            caps,
-            alone=alone,
-            indices=list(order),
-        ).buckets
+        sizes, dtypes = [p.nbytes for p in params], [p.dtype for p in params]
+        devices, indices = [p.device for p in params], list(order)
+        return plan_buckets(sizes, dtypes, devices, caps, alone=alone, indices=indices).buckets
 
     @property
     def _on_cpu(self) -> bool:

@@ -229,22 +229,21 @@ def dense_gradient(parameter: Parameter) -> Tensor:
         NotSupportedError: The gradient is not dense, or has another dtype than the parameter.
     """
     gradient = parameter.grad
+    dense = gradient is not None and gradient.layout == torch.strided
+    if gradient is not None and dense and gradient.dtype is parameter.dtype:
+        return gradient
+    what = f"the gradient of a parameter of shape {tuple(parameter.shape)}"
     if gradient is None:
         raise ReductionError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to None before "
-            "it was communicated: free gradients after backward; for an optimizer in backward use "
-            "torch.distributed.optim._apply_optimizer_in_backward"
+            f"{what} was set to None before it was communicated: free gradients after backward; "
+            "for an optimizer in backward use torch.distributed.optim._apply_optimizer_in_backward"
         )
-    if gradient.layout != torch.strided:
+    if not dense:
         raise NotSupportedError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout "
-            f"{gradient.layout}, which is supported only for embeddings made with sparse=True: use "
-            "dense gradients"
+            f"{what} has layout {gradient.layout}, which is supported only for embeddings made "
+            "with sparse=True: use dense gradients"
         )
-    if gradient.dtype is not parameter.dtype:
-        raise NotSupportedError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} has dtype "
-            f"{gradient.dtype} and the parameter {parameter.dtype}: gradients are reduced in their "
-            "parameter's dtype. Leave grad_dtype as it is"
-        )
-    return gradient
+    raise NotSupportedError(
+        f"{what} has dtype {gradient.dtype} and the parameter {parameter.dtype}: gradients are "
+        "reduced in their parameter's dtype. Leave grad_dtype as it is"
+    )

@@ -479,9 +479,7 @@ def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> N
 
 @runs_outside_contexts
 def on_nested_output(
-    reference: weakref.ref[Backward],
-    prepare: weakref.WeakMethod[Callable[..., None]],
-    _: Tensor,
+    reference: weakref.ref[Backward], prepare: weakref.WeakMethod[Callable[..., None]], _: Tensor
 ) -> None:
     """Begin a backward at an output of a forward that ran within another backward."""
     backward, prepare_now = reference(), prepare()
