@@ -16,10 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member
+from gradwire.ddp.buckets.bucket import Bucket, BucketContext, InPlaceBucket, Member, SparseBucket
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
-from gradwire.ddp.buckets.unpacked import InPlaceBucket, SparseBucket
 from gradwire.ddp.options import ReducerOptions
 from gradwire.shm import shares_memory
 

@@ -37,8 +37,7 @@ from torch.nn import Parameter
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.buckets.assignment import BucketSet
-from gradwire.ddp.buckets.bucket import Bucket
-from gradwire.ddp.buckets.unpacked import SparseBucket
+from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event
 from gradwire.ddp.faults.waiting import InFlight

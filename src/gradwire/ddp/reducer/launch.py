@@ -20,8 +20,7 @@ from torch.distributed import AllreduceOptions, ProcessGroup, Work
 from torch.nn import Parameter
 
 from gradwire._engine_errors import is_transport
-from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket
-from gradwire.ddp.buckets.unpacked import SparseBucket
+from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket, SparseBucket
 from gradwire.ddp.faults.collective_log import (
     LogMode,
     Participant,
