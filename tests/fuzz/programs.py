@@ -23,7 +23,7 @@ from torch.testing._internal.subclasses import WrapperSubclass
 from fuzz.containers import plain, wrapped
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
-from gradwire.hooks import GradBucket
+from gradwire.hooks import GradBucket, with_buffer
 from gradwire.hooks.bucket import as_real
 from gradwire.hooks.interface import after, chain
 from gradwire.testing import run_ranks
@@ -50,9 +50,9 @@ def halves(state: Any, bucket: GradBucket) -> Any:
 
 TIMEOUT = 60.0
 HOOKS: dict[str, Callable[[], Any]] = {
-    "all_reduce": lambda: "all_reduce",
+    "all_reduce": lambda: hooks.all_reduce,
     "halves": lambda: halves,
-    "half": lambda: "bf16",
+    "half": lambda: hooks.bf16,
 }
 ERRORS = {"half": 2e-2}
 EDITS = ("none", "deleted", "new", "expanded", "sparse", "inference", "written")
@@ -287,10 +287,13 @@ class Trainer:
         self.net = Net(program, norm=SyncBatchNorm if program.norm == "sync" else nn.BatchNorm1d)
         boxed = program.containers is not None
         inner = Boxed(self.net, program.containers or 0) if boxed else self.net
-        changes = {f"{c}_reduce": CHANGES[c] for c in program.changes}
-        self.ddp = DistributedDataParallel(inner, **program.options, **changes)
-        if program.hook is not None:
-            self.ddp.register_comm_hook(None, HOOKS[program.hook]())
+        self.ddp = DistributedDataParallel(inner, **program.options)
+        hook = None if program.hook is None else HOOKS[program.hook]()
+        if program.changes:
+            changes = {change: CHANGES[change] for change in program.changes}
+            hook = hooks.wrap(hook or hooks.all_reduce, **changes)
+        if hook is not None:
+            self.ddp.register_comm_hook(None, hook)
         base = replace(program, subclass="plain")
         self.twins = [Net(base, norm=nn.BatchNorm1d) for _ in range(program.ranks)]
         self.generator = torch.Generator().manual_seed(program.seed)
@@ -560,14 +563,16 @@ def clamp(bucket: GradBucket) -> None:
         gradient.clamp_(-0.05, 0.05)
 
 
-def double_one(bucket: GradBucket) -> None:
+def double_one(reduced: Tensor, bucket: GradBucket) -> Tensor:
     """Double the gradient of one parameter."""
-    for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
+    result = with_buffer(bucket, reduced)
+    for name, gradient in zip(result.names(), result.gradients(), strict=True):
         if name.endswith("third.bias"):
             gradient.mul_(2)
+    return reduced
 
 
-CHANGES = {"before": clamp, "after": double_one}
+CHANGES: dict[str, Any] = {"before": clamp, "after": double_one}
 
 
 def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: bool) -> None:
