@@ -1,4 +1,4 @@
-"""Replicas of a module, and policies for the buffers that they write.
+"""DataParallel: scatter the batch, run a replica on each chunk in a thread, gather the outputs.
 
 The module tree is copied for each device, and its tensors are broadcast. A replica's parameters are
 not leaves: gradients flow through them to the module's parameters. The first replica has the
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from gradwire._containers import tensors_in
 from gradwire._torch import run_as_written
 from gradwire.devices.broadcast_reduce import broadcast_lists
-from gradwire.devices.copying import local
+from gradwire.devices.copying import has_streams, local
 from gradwire.devices.placement import (
     Device,
     as_destination,
@@ -34,6 +34,7 @@ from gradwire.devices.scatter_gather import gather_nested, scatter_kwargs
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 M = TypeVar("M", bound=Module)
+Modes: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> list[M]:
@@ -72,7 +73,7 @@ def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> lis
                 f"module has a module compiled with torch.compile at {name!r}, into which its "
                 "replicas would write: replicate the module before compiling"
             )
-    check_home(module, places[0])
+    _check_home(module, places[0])
     parameters, buffers = list(module.parameters()), list(module.buffers())
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         copied = zip(
@@ -88,7 +89,7 @@ def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> lis
     return replicas
 
 
-def check_home(module: Module, home: torch.device) -> None:
+def _check_home(module: Module, home: torch.device) -> None:
     """Raise if a parameter or buffer is uninitialized or on another device than `home`."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -126,16 +127,10 @@ def _assembled(module: M, tensors: dict[int, Tensor]) -> M:
     return cast("M", replicas[module])
 
 
-BufferPolicy: TypeAlias = Literal["first", "mean", "error"]
+BufferPolicy: TypeAlias = Literal["first", "mean"]
 
 
-def check_policy(policy: str) -> None:
-    """Raise if the policy does not exist."""
-    if policy not in get_args(BufferPolicy):
-        raise ArgumentError(f'buffers is {policy!r}: give "first", "mean" or "error"')
-
-
-class BufferTracker:
+class _BufferTracker:
     """Records the buffers passed to the replicas, and applies the policy after the forward.
 
     Version counters do not show all writes: batch norm updates its statistics without incrementing
@@ -143,14 +138,12 @@ class BufferTracker:
     """
 
     def __init__(self, module: Module, policy: BufferPolicy, first: Module) -> None:
-        self.policy = policy
         self.before: dict[str, Tensor] = {}
-        if policy != "first":
-            self.before = {n: b.detach().clone() for n, b in _buffers(module) if b is not None}
-        copied: dict[int, Tensor] = {}
         if policy == "mean":
+            self.before = {n: b.detach().clone() for n, b in _buffers(module) if b is not None}
             # The mean is written into the module's buffers, which the first replica's backward must
             # therefore not have saved.
+            copied: dict[int, Tensor] = {}
             for name, given in _buffers(first):
                 if name in self.before and given is not None and not given.requires_grad:
                     # one copy for all names of a buffer, so that they continue to share memory
@@ -160,25 +153,18 @@ class BufferTracker:
 
     @torch.no_grad()
     def apply_policy(self, module: Module, replicas: Sequence[Module]) -> None:
-        """Apply the policy.
-
-        Raises:
-            ArgumentError: The policy is "error", and a replica other than the first wrote a buffer;
-                or it is "mean", and a replica's buffer has another shape.
-        """
-        own, written = dict(_buffers(module)), [dict(_buffers(replica)) for replica in replicas]
-        for name, tensor in own.items():
+        written = [dict(_buffers(replica)) for replica in replicas]
+        for name, tensor in dict(_buffers(module)).items():
             before, new = self.before.get(name), written[0].get(name)
             assigned = new is not self.given.get(name)
-            if self.policy == "error":
-                _refuse_written(name, before, [buffers.get(name) for buffers in written])
-            elif before is not None and (before.is_floating_point() or before.is_complex()):
-                after = [_at(buffers.get(name), before.device) for buffers in written]
-                new = _moved_by_mean(name, before, after)
+            if before is not None and (before.is_floating_point() or before.is_complex()):
+                new = _moved_by_mean(name, before, [buffers.get(name) for buffers in written])
             if assigned:
                 _assign(module, name, new)  # other names of the old buffer keep it
-            elif self.policy == "mean":
-                _write(tensor, new)
+            elif before is None or tensor is None or new is None or torch.equal(tensor, new):
+                continue  # unchanged buffers keep their version
+            else:
+                tensor.copy_(new)
 
 
 def _buffers(module: Module) -> Iterator[tuple[str, Tensor | None]]:
@@ -191,16 +177,6 @@ def _buffers(module: Module) -> Iterator[tuple[str, Tensor | None]]:
 def _assign(module: Module, name: str, value: Tensor | None) -> None:
     prefix, _, key = name.rpartition(".")
     module.get_submodule(prefix)._buffers[key] = value
-
-
-def _write(target: Tensor | None, value: Tensor | None) -> None:
-    """Copy a value into a buffer if it differs, so that unchanged buffers keep their version."""
-    if target is not None and value is not None and not torch.equal(target, value):
-        target.copy_(value)
-
-
-def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if value is None else local(value.detach(), device)
 
 
 def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) -> Tensor:
@@ -220,24 +196,9 @@ def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) ->
                 'use buffers="first" (the first replica\'s)'
             )
         # skip equal values, because the difference of infinities is NaN
+        value = local(value.detach(), before.device)
         change += torch.where(value == before, 0, value.to(start.dtype) - start)
     return (start + change / len(after)).to(before.dtype)
-
-
-def _refuse_written(name: str, before: Tensor | None, after: Sequence[Tensor | None]) -> None:
-    for i, value in enumerate(after[1:], 1):
-        if not _same(value, before):
-            raise ArgumentError(
-                f'buffers is "error", and replica {i} wrote the buffer {name}: its value would be '
-                'lost. Freeze the buffer, or use buffers="mean" (of all replicas) or "first" (the '
-                "first replica's)"
-            )
-
-
-def _same(value: Tensor | None, before: Tensor | None) -> bool:
-    if value is None or before is None:
-        return value is before
-    return value.dtype == before.dtype and torch.equal(local(value.detach(), before.device), before)
 
 
 def parallel_apply(
@@ -264,8 +225,7 @@ def parallel_apply(
         ArgumentError: The lengths of the arguments differ.
         NotSupportedError: There are several modules inside a `torch.func` transform.
         Exception: The exception of the first module that failed, the same object, with a note that
-            names the replica, raised after all calls have ended. Python 3.10 keeps notes in
-            `__notes__`, but does not show them.
+            names the replica, raised after all calls have ended.
 
     Example:
         >>> parallel_apply([torch.sin, torch.cos], [torch.zeros(1), torch.zeros(1)])
@@ -284,11 +244,14 @@ def parallel_apply(
         _Call(i, *call) for i, call in enumerate(zip(modules, inputs, named, places, strict=True))
     ]
     modes = _modes()
-    threads = [threading.Thread(target=call.run_in_thread, args=(modes,)) for call in calls[1:]]
+    threads = [
+        threading.Thread(target=call.run, args=(modes,), kwargs={"in_thread": True})
+        for call in calls[1:]
+    ]
     for thread in threads:
         thread.start()
     if calls:
-        calls[0].run(modes)
+        calls[0].run(modes, False)
     for thread in threads:
         thread.join()
     try:
@@ -326,60 +289,42 @@ class _Call:
     ) -> None:
         self.index, self.module, self.kwargs = index, module, kwargs
         self.args = given if isinstance(given, tuple | list) else (given,)
-        found = _first_device((self.args, kwargs))
-        self.device = found if device is None else as_device(device, f"devices[{index}]")
-        self.stream = _current_stream(self.device)
+        self.device: torch.device | None
+        if device is None:
+            self.device = next((t.device for t in tensors_in((self.args, kwargs))), None)
+        else:
+            self.device = as_device(device, f"devices[{index}]")
+        self.stream: torch.Stream | None = None
+        if self.device is not None and has_streams(self.device):
+            self.stream = torch.accelerator.current_stream(self.device)
         self.context = contextvars.copy_context()
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def run(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def run(self, modes: Modes, in_thread: bool) -> None:
         try:
+            if in_thread and self.stream is not None and self.stream.device.type == "cuda":
+                # makes a context current in the thread; otherwise cuBLAS warns
+                torch.cuda.mem_get_info(self.stream.device)
+            # entering the stream makes its device the current one
             with modes(), self.stream or contextlib.nullcontext():
                 self.result = self.context.run(self.module, *self.args, **self.kwargs)
         except BaseException as error:
             self.error = error
-
-    def run_in_thread(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        try:
-            if self.stream is not None and self.stream.device.type == "cuda":
-                # makes a context current in the thread; otherwise cuBLAS warns
-                torch.cuda.mem_get_info(self.stream.device)
-        except Exception as error:
-            self.error = error
-            return
-        self.run(modes)
 
     def outcome(self) -> Any:
         """Return the result, or raise the call's exception."""
         if self.error is None:
             return self.result
         what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's wording
-        _add_note(self.error, f"{what} on {self.device or 'no device'}")
+        note = f"{what} on {self.device or 'no device'}"
+        with contextlib.suppress(Exception):  # some classes reject notes; keep the original error
+            if note not in getattr(self.error, "__notes__", []):
+                self.error.add_note(note)
         raise self.error
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    """Add a note as `add_note` of Python 3.11 does, unless the error already has it."""
-    with contextlib.suppress(Exception):  # some classes reject attributes; keep the original error
-        notes = getattr(error, "__notes__", [])
-        if note not in notes:
-            error.__notes__ = [*notes, note]
-
-
-def _first_device(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in a container."""
-    return next((tensor.device for tensor in tensors_in(value)), None)
-
-
-def _current_stream(device: torch.device | None) -> torch.Stream | None:
-    """Return the stream in which to run a call; entering it makes its device the current one."""
-    if device is None or device.type not in ("cuda", "xpu"):
-        return None
-    return torch.accelerator.current_stream(device)
-
-
-def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def _modes() -> Modes:
     """Return a context manager that restores the current modes in any thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
@@ -399,12 +344,6 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return modes
 
 
-Scatter: TypeAlias = Callable[
-    [tuple[Any, ...], dict[str, Any], Sequence[Device]],
-    tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]],
-]
-
-
 class DataParallel(Module, Generic[M]):
     """Module wrapper that runs on several devices of one process, each with a part of the batch.
 
@@ -420,13 +359,8 @@ class DataParallel(Module, Generic[M]):
         dim: Batch dim of all inputs and outputs.
         buffers: Policy for buffers that replicas write. "first" keeps the first replica's and
             discards those of the others. "mean" adds the mean of all replicas' changes to
-            floating-point buffers, and keeps the first replica's other buffers. "error" raises if
-            a replica other than the first wrote a buffer. Assigning a buffer counts as writing it.
-        scatter: Function that replaces the split of inputs: `scatter(inputs, kwargs, devices)`
-            takes the positional and keyword arguments of the call, and returns two lists of the
-            same length, with a tuple of positional arguments and a dict of keyword arguments for
-            each replica. There may be between 1 and k replicas, which run on the first devices of
-            the list. The function must move tensors itself.
+            floating-point buffers, and keeps the first replica's other buffers. Assigning a buffer
+            counts as writing it.
 
     Example:
         >>> model = DataParallel(torch.nn.Linear(3, 1), ["cpu"] * 2)
@@ -435,14 +369,14 @@ class DataParallel(Module, Generic[M]):
 
         Distribute a list of graphs of different sizes, instead of splitting a batch.
 
-        >>> def deal(inputs, kwargs, devices):
-        ...     parts = [inputs[0][i :: len(devices)] for i in range(len(devices))]
-        ...     return [(part,) for part in parts if part], [kwargs for part in parts if part]
+        >>> class Dealing(DataParallel):
+        ...     def scatter(self, inputs, kwargs, devices):
+        ...         parts = [inputs[0][i :: len(devices)] for i in range(len(devices))]
+        ...         return [(part,) for part in parts if part], [kwargs for part in parts if part]
         >>> class Sizes(torch.nn.Module):
         ...     def forward(self, graphs):
         ...         return torch.tensor([len(graph) for graph in graphs])
-        >>> model = DataParallel(Sizes(), ["cpu"] * 2, scatter=deal)
-        >>> model([torch.zeros(1), torch.zeros(2), torch.zeros(3)])
+        >>> Dealing(Sizes(), ["cpu"] * 2)([torch.zeros(1), torch.zeros(2), torch.zeros(3)])
         tensor([1, 3, 2])
     """
 
@@ -454,10 +388,10 @@ class DataParallel(Module, Generic[M]):
         dim: int = 0,
         *,
         buffers: BufferPolicy = "first",
-        scatter: Scatter | None = None,
     ) -> None:
         super().__init__()
-        check_policy(buffers)
+        if buffers not in get_args(BufferPolicy):
+            raise ArgumentError(f'buffers is {buffers!r}: give "first" or "mean"')
         if not isinstance(module, Module):
             raise ArgumentTypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
         if not isinstance(dim, int):
@@ -467,32 +401,26 @@ class DataParallel(Module, Generic[M]):
         self.output_device = as_destination(output_device, self.devices[0], "output_device")
         self.dim = dim
         self.buffer_policy = buffers
-        if scatter is not None and not callable(scatter):
-            raise ArgumentTypeError(
-                f"scatter is {scatter!r}: give a function of inputs, kwargs and devices"
-            )
-        self._own_scatter = scatter
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for the whole batch.
 
         Raises:
-            ArgumentError: Inputs have different batch sizes, outputs have different structures, the
-                result of `scatter` is invalid, a parameter is not on the first device, or a buffer
-                violates the policy.
+            ArgumentError: Inputs have different batch sizes, outputs have different structures, a
+                parameter is not on the first device, or a buffer has no mean.
             NotSupportedError: There are several devices inside a `torch.func` transform.
             Exception: The exception that the module raised in the first replica that failed.
         """
         if len(self.devices) > 1:
             refuse_in_transforms(f"DataParallel on {len(self.devices)} devices")
-        check_home(self.module, self.devices[0])
+        _check_home(self.module, self.devices[0])
         chunks, named = self.scatter(inputs, kwargs, self.devices)
-        if self._own_scatter is None and not inputs and not kwargs:
+        if not inputs and not kwargs:
             chunks, named = chunks[:1], named[:1]
         if len(self.devices) == 1 and self.output_device == self.devices[0]:
             return self.module(*chunks[0], **named[0])
         replicas = self.replicate(self.module, self.devices[: len(chunks)])
-        tracker = BufferTracker(self.module, self.buffer_policy, replicas[0])
+        tracker = _BufferTracker(self.module, self.buffer_policy, replicas[0])
         outputs = self.parallel_apply(replicas, chunks, named)
         tracker.apply_policy(self.module, replicas)
         return self.gather(outputs, self.output_device)
@@ -504,9 +432,17 @@ class DataParallel(Module, Generic[M]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device]
     ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
-        """Return each replica's arguments; subclasses may override this method."""
-        if self._own_scatter is not None:
-            return _check_scattered(*_pair(self._own_scatter(inputs, kwargs, devices)), devices)
+        """Return each replica's arguments, for one replica to all; subclasses may override this.
+
+        Args:
+            inputs: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            devices: Devices, the first of which the replicas are on.
+
+        Returns:
+            Two lists of one length, with a tuple of positional arguments and a dict of keyword
+            arguments for each replica, moved to its device.
+        """
         return scatter_kwargs(inputs, kwargs, devices, self.dim)
 
     def parallel_apply(
@@ -520,47 +456,6 @@ class DataParallel(Module, Generic[M]):
         return gather_nested(outputs, output_device, self.dim)
 
 
-def _pair(result: Any) -> tuple[Any, Any]:
-    """Return the two lists that a scatter function returned.
-
-    Raises:
-        ArgumentTypeError: The result is not two lists.
-    """
-    if isinstance(result, tuple | list) and len(result) == 2:
-        args, named = result
-        if isinstance(args, tuple | list) and isinstance(named, tuple | list):
-            return args, named
-    raise ArgumentTypeError(
-        f"scatter returned {result!r}: return two lists, of positional and of keyword arguments "
-        "for each replica"
-    )
-
-
-def _check_scattered(
-    args: Sequence[Any], named: Sequence[Any], devices: Sequence[Device]
-) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
-    """Raise unless the two lists hold arguments for the same replicas.
-
-    Raises:
-        ArgumentError: The lengths of the lists differ, or do not match the devices.
-        ArgumentTypeError: An entry is not a tuple or a dict.
-    """
-    if not 1 <= len(args) == len(named) <= len(devices):
-        raise ArgumentError(
-            f"scatter returned positional arguments for {len(args)} replicas and keyword arguments "
-            f"for {len(named)}: return both for the same number of replicas, from 1 to "
-            f"{len(devices)}"
-        )
-    for i, (given, names) in enumerate(zip(args, named, strict=True)):
-        if not isinstance(given, tuple | list) or not isinstance(names, dict):
-            raise ArgumentTypeError(
-                f"scatter returned a {type(given).__name__} and a {type(names).__name__} for "
-                f"replica {i}: return a tuple of its positional arguments and a dict of its "
-                "keyword arguments"
-            )
-    return args, named
-
-
 def data_parallel(
     module: Module,
     inputs: Any,
@@ -568,9 +463,6 @@ def data_parallel(
     output_device: Device | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
-    *,
-    buffers: BufferPolicy = "first",
-    scatter: Scatter | None = None,
 ) -> Any:
     """Call a module once, as `DataParallel` does.
 
@@ -581,13 +473,11 @@ def data_parallel(
         output_device: Device of the outputs; the first device if None.
         dim: Batch dim of all inputs and outputs.
         module_kwargs: Keyword arguments.
-        buffers: Policy for buffers, as for `DataParallel`.
-        scatter: Function that splits the inputs, as for `DataParallel`.
 
     Example:
         >>> data_parallel(torch.nn.Linear(3, 1), torch.zeros(5, 3), ["cpu"] * 2).shape
         torch.Size([5, 1])
     """
     arguments = inputs if isinstance(inputs, tuple) else (() if inputs is None else (inputs,))
-    runner = DataParallel(module, devices, output_device, dim, buffers=buffers, scatter=scatter)
+    runner = DataParallel(module, devices, output_device, dim)
     return cast("Any", runner)(*arguments, **(module_kwargs or {}))
