@@ -161,10 +161,11 @@ class _BufferTracker:
                 new = _moved_by_mean(name, before, [buffers.get(name) for buffers in written])
             if assigned:
                 _assign(module, name, new)  # other names of the old buffer keep it
-            elif before is None or tensor is None or new is None or torch.equal(tensor, new):
-                continue  # unchanged buffers keep their version
-            else:
-                tensor.copy_(new)
+            elif before is not None:
+                assert tensor is not None
+                assert new is not None
+                if not torch.equal(tensor, new):  # unchanged buffers keep their version
+                    tensor.copy_(new)
 
 
 def _buffers(module: Module) -> Iterator[tuple[str, Tensor | None]]:
