@@ -541,7 +541,7 @@ def test_scalars_become_a_vector() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.sum()
 
-    with pytest.warns(UserWarning, match="gather was given scalars"):
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
         out = DataParallel(Loss(), ["cpu"] * 2)(torch.arange(4.0))
     assert out.tolist() == [1.0, 5.0]
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from gradwire import devices as ours
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
-from gradwire.devices import HOST, SCALARS_WARNING, Device, default_devices
+from gradwire.devices import HOST, Device, default_devices
 
 T = TypeVar("T")
 
@@ -33,23 +33,6 @@ def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.name not in without]
     call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return call
-
-
-def _in_torchs_words(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function with PyTorch's text for the warning about scalars."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> T:
-        token = SCALARS_WARNING.set(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
-            "instead unsqueeze and return a vector."
-        )
-        try:
-            return function(*args, **kwargs)
-        finally:
-            SCALARS_WARNING.reset(token)
-
     return call
 
 
@@ -87,7 +70,6 @@ class Gather:
     """`apply` of PyTorch's autograd function."""
 
     @staticmethod
-    @_in_torchs_words
     def apply(target_device: Device, dim: int, *inputs: Tensor) -> Tensor:
         """Return the concatenation."""
         return ours.gather(inputs, dim, target_device)
@@ -111,7 +93,6 @@ def scatter_kwargs(
     return ours.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 
-@_in_torchs_words
 def gather(outputs: Any, target_device: Device, dim: int = 0) -> Any:
     """See gradwire.devices.gather_nested."""
     return ours.gather_nested(outputs, target_device, dim)
@@ -132,7 +113,6 @@ def parallel_apply(
     return ours.parallel_apply(modules, inputs, kwargs_tup, devices)
 
 
-@_in_torchs_words
 def data_parallel(
     module: Module,
     inputs: Any,
@@ -170,7 +150,7 @@ class DataParallel(ours.DataParallel[Module]):
         """Return the module's outputs for the whole batch."""
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
-        return _in_torchs_words(super().forward)(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
 
 
 def _are_accelerators(device_ids: Sequence[Device] | None) -> bool:
@@ -192,75 +172,6 @@ _APPLY = "torch.nn.parallel.parallel_apply"
 _MODULE = "torch.nn.parallel.data_parallel"
 _DDP = "torch.nn.parallel.distributed"
 _PACKAGE = "torch.nn.parallel"
-
-
-# Phrases of PyTorch's error messages, given the arguments that it rejects.
-
-_ONE_OF = "Exactly one of 'devices' and 'out' must be specified"
-
-
-def _sizes(inputs: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
-    return "invalid size" if len({tuple(t.shape) for t in inputs}) > 1 else None
-
-
-def _broadcast_phrase(
-    tensor: Tensor, devices: Any = None, *, out: Sequence[Tensor] | None = None
-) -> str | None:
-    if (devices is None) == (out is None):
-        return _ONE_OF
-    for i, target in enumerate(out or ()):
-        if target.shape != tensor.shape:
-            return (
-                "Expected all output tensors to have same shape as the source tensor "
-                f"{list(tensor.shape)}, but output tensor at index {i}"
-            )
-    return None
-
-
-def _scatter_phrase(
-    tensor: Tensor,
-    devices: Any = None,
-    chunk_sizes: Any = None,
-    dim: int = 0,
-    streams: Any = None,
-    *,
-    out: Sequence[Tensor] | None = None,
-) -> str | None:
-    if out is None:
-        empty = devices is not None and not list(devices)
-        return "Expected at least one device to scatter to" if empty else None
-    for name, given in (("devices", devices), ("chunk_sizes", chunk_sizes)):
-        if given is not None:
-            return f"{name!r} must not be specified when 'out' is specified"
-    if not out:
-        return "Expected at least one output tensor to scatter to"
-    dim %= tensor.dim()
-    for i, target in enumerate(out):
-        if [*target.shape[:dim], *target.shape[dim + 1 :]] != [
-            *tensor.shape[:dim],
-            *tensor.shape[dim + 1 :],
-        ]:
-            return f"Output tensor at index {i} has incorrect shape"
-    if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
-        return f"Total size for output tensors along scatter dim {dim} does not match"
-    return None
-
-
-def _gather_phrase(
-    tensors: Sequence[Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
-) -> str | None:
-    if out is not None and destination is not None:
-        return "'destination' must not be specified when 'out' is specified"
-    if not tensors:
-        return "Expected at least one tensor to gather from"
-    first = tensors[0]
-    for i, tensor in enumerate(tensors):
-        if tensor.dim() != first.dim():
-            return "Expected all input tensors to have the same number of dimensions"
-        differing = [d for d in range(first.dim()) if tensor.shape[d] != first.shape[d]]
-        if set(differing) - {dim % max(1, first.dim())}:
-            return f"Input tensor at index {i} has invalid shape"
-    return None
 
 
 # Functions with PyTorch's warnings, which accept arguments that gradwire rejects.
@@ -293,18 +204,16 @@ def _reduce_add_coalesced(
 
 
 TABLE = (
-    Replacement(as_runtime_error(ours.broadcast, _broadcast_phrase), "broadcast", _COMM),
+    Replacement(as_runtime_error(ours.broadcast), "broadcast", _COMM),
     Replacement(
         as_runtime_error(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
         "broadcast_coalesced",
         _COMM,
     ),
-    Replacement(as_runtime_error(_narrowed(ours.reduce_add, "out"), _sizes), "reduce_add", _COMM),
+    Replacement(as_runtime_error(_narrowed(ours.reduce_add, "out")), "reduce_add", _COMM),
     Replacement(as_runtime_error(_reduce_add_coalesced), "reduce_add_coalesced", _COMM),
-    Replacement(
-        as_runtime_error(_narrowed(ours.scatter, "strict"), _scatter_phrase), "scatter", _COMM
-    ),
-    Replacement(as_runtime_error(_in_torchs_words(_comm_gather), _gather_phrase), "gather", _COMM),
+    Replacement(as_runtime_error(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
+    Replacement(as_runtime_error(_comm_gather), "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
     Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),

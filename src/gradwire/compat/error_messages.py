@@ -6,7 +6,6 @@ The phrases are therefore appended to gradwire's messages, which name parameters
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -35,26 +34,15 @@ class RefusedError(ArgumentError, RuntimeError):
     """ArgumentError that is also a RuntimeError, which PyTorch raises for many arguments."""
 
 
-def as_runtime_error(
-    function: Callable[..., T], phrase_of: Callable[..., str | None] | None = None
-) -> Callable[..., T]:
-    """Return the function with argument errors that are both RuntimeErrors and ValueErrors.
-
-    Args:
-        function: Function of gradwire.
-        phrase_of: Function of the same arguments that returns PyTorch's phrase, if there is one.
-    """
+def as_runtime_error(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function with argument errors that are both RuntimeErrors and ValueErrors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
         try:
             return function(*args, **kwargs)
         except ArgumentError as error:
-            phrase = None
-            if phrase_of is not None:
-                with contextlib.suppress(Exception):  # the arguments may be of any type
-                    phrase = phrase_of(*args, **kwargs)
-            raise RefusedError(_with(str(error), phrase)) from error
+            raise RefusedError(str(error)) from error
 
     return call
 

@@ -16,7 +16,6 @@ from gradwire.devices.data_parallel import (
 )
 from gradwire.devices.placement import Device as Device
 from gradwire.devices.placement import default_devices as default_devices
-from gradwire.devices.scatter_gather import SCALARS_WARNING as SCALARS_WARNING
 from gradwire.devices.scatter_gather import (
     gather,
     gather_nested,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -19,13 +18,6 @@ from gradwire.devices.placement import Device, as_destination, as_device, as_dev
 from gradwire.errors import ArgumentError, NotSupportedError
 
 Streams: TypeAlias = Sequence[torch.Stream | None] | None
-
-SCALARS_WARNING = ContextVar(
-    "gradwire_scalars_warning",
-    default="gather was given scalars, and returns a vector of them: unsqueeze them to avoid this "
-    "warning",
-)
-"""Text of a warning; `compat` sets PyTorch's text, by which programs filter warnings."""
 
 
 def scatter(
@@ -124,7 +116,11 @@ def gather(
     """
     found = placement.as_tensor_list(tensors, "tensors")
     if dim in (0, -1) and all(t.dim() == 0 for t in found):
-        warnings.warn(SCALARS_WARNING.get(), stacklevel=2)
+        warnings.warn(  # in PyTorch's words, by which programs filter it
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+            "instead unsqueeze and return a vector.",
+            stacklevel=2,
+        )
         found = [t.reshape(1) for t in found]
     dim = placement.check_concat(found, dim)
     if out is None:
