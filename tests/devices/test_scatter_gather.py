@@ -124,7 +124,7 @@ def test_gather_of_one_tensor_is_a_copy() -> None:
 
 
 def test_gather_of_scalars_is_a_vector() -> None:
-    with pytest.warns(UserWarning, match="gather was given scalars"):
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
         result = gather([torch.tensor(1.0), torch.tensor(2.0)])
     assert result.tolist() == [1.0, 2.0]
 

@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from gradwire import collectives as ours
 from gradwire.collectives import check_dense, unstack
-from gradwire.compat.error_messages import as_runtime_error
-from gradwire.compat.replacements import Replacement
+from gradwire.compat.replacements import Replacement, as_runtime_error
 from gradwire.errors import ArgumentError
 
 SUM: Any = ReduceOp.SUM

@@ -26,15 +26,14 @@ from gradwire._torch import (
     narrowed_to_torchs_ddp,
     run_as_written,
 )
-from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
-from gradwire.compat.comm_hooks import adapt_hook
-from gradwire.compat.error_messages import (
+from gradwire.compat.comm_hooks import BUCKET_TABLE, _broadcast_coalesced, adapt_hook
+from gradwire.compat.replacements import (
     RefusedError,
+    Replacement,
     constructor_error,
     unexpected_gradient,
     unfinished_reduction,
 )
-from gradwire.compat.replacements import Replacement
 from gradwire.ddp import WeakHook
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 

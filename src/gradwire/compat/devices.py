@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradwire import devices as ours
-from gradwire.compat.error_messages import as_runtime_error
-from gradwire.compat.replacements import Replacement
+from gradwire.compat.replacements import Replacement, as_runtime_error
 from gradwire.devices import HOST, Device, default_devices
 
 T = TypeVar("T")
