@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
-from gradwire.cli.live import directories
+from gradwire.cli.explain import directories
 
 pytestmark = pytest.mark.timeout(200)
 PROGRAM = """

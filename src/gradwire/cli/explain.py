@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gradwire.errors import ArgumentError
+from gradwire.recorder import PREFIX, REQUEST, await_answers, describe, modified
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
@@ -20,6 +27,10 @@ if TYPE_CHECKING:  # imported when the command runs, so that its help does not i
 _FOUND = 1  # exit code if something failed
 _INTERRUPTED = 130
 _SHOWN = 3  # number of findings shown; later ones are mostly consequences
+_ALL = "all"
+_PROC = Path("/proc")
+_RING = re.compile(r" (/\S.*)/ring-(\d+|of-process-\S+)$", re.MULTILINE)
+_ANSWER_SECONDS = 1.2
 
 EXAMPLES = """\b
 Examples:
@@ -87,20 +98,18 @@ def _explain(directory: Path, prefix: str | None, as_json: bool, *, live: bool =
 
 
 def _explain_live(target: str, as_json: bool) -> int:
-    from gradwire.cli import live
-
-    found = live.directories(target)
+    found = directories(target)
     code = 0
     for path in found:
-        live.ask(path)
+        _ask(path)
         if not as_json:
             click.echo(f"{path}:")
         code = max(code, _explain(path, None, as_json, live=True))
     if found:
         return code
-    pids = [int(target)] if target.isdecimal() else live.ranks_without_recorder()
+    pids = [int(target)] if target.isdecimal() else _ranks_without_recorder()
     for pid in pids:
-        click.echo(live.without_recorder(pid))
+        click.echo(_without_recorder(pid))
     if not pids:
         raise ArgumentError(
             "no process of this user on this host records, or is a rank: start the job with "
@@ -130,3 +139,92 @@ def _show(console: Console, finding: Finding, style: str) -> None:
         console.print(Padding(place, (0, 0, 0, 2)), style="cyan", markup=False, soft_wrap=True)
     for number, remedy in enumerate(finding.remedies):
         console.print(f"{'Remedy:' if not number else '       '} {remedy}", markup=False)
+
+
+# --- running jobs ---
+
+
+def directories(target: str) -> list[Path]:
+    """Return the directories of dumps that running processes write to.
+
+    Args:
+        target: A directory, a process ID, or "all" for all processes of this user on this host.
+
+    Raises:
+        ArgumentError: `target` is no directory and no process, or nothing records.
+    """
+    if target != _ALL and not target.isdecimal():
+        if not Path(target).is_dir():
+            raise ArgumentError(
+                f"--live is {target!r}: pass a directory of dumps, a process ID, or {_ALL}"
+            )
+        return [Path(target)]
+    pids = list(_pids()) if target == _ALL else [int(target)]
+    if target != _ALL and not (_PROC / target).is_dir():
+        raise ArgumentError(f"--live is {target}, and no process of this host has this ID")
+    found = {path for pid in pids if (path := _directory_of(pid)) is not None}
+    return sorted(found)
+
+
+def _directory_of(pid: int) -> Path | None:
+    """Return the directory of dumps of a process, which has its ring file mapped; None if none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        match = _RING.search((_PROC / str(pid) / "maps").read_text())
+        if match is not None:
+            return Path(match[1])
+    return None
+
+
+def _ask(directory: Path) -> None:
+    """Ask the ranks of a running job for dumps, and wait for them; the job goes on.
+
+    Raises:
+        ArgumentError: The directory cannot be written to.
+    """
+    request = directory / REQUEST
+    try:
+        request.write_text("gradwire explain --live")
+    except OSError as error:
+        raise ArgumentError(f"cannot ask the ranks that write to {directory}: {error}") from error
+    await_answers(directory, modified(request), PREFIX, _ANSWER_SECONDS)
+
+
+def _without_recorder(pid: int) -> str:
+    """Return what py-spy, if it is installed, and the kernel show of a process."""
+    found = describe(pid)
+    names = ("state", "wait channel", "call", "file", "holder", "child", "command")
+    shown = ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
+    lines = [f"process {pid} does not record. The kernel shows: {shown}"]
+    tool = shutil.which("py-spy")
+    if tool is not None:
+        ended = subprocess.run(
+            [tool, "dump", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        lines.append(ended.stdout or ended.stderr)
+    else:
+        lines.append("Install py-spy to see its Python stack, or start it by `gradwire run`.")
+    return "\n".join(lines)
+
+
+def _ranks_without_recorder() -> list[int]:
+    """Return processes of this user that a launcher has started as ranks and that do not record."""
+    return [pid for pid in _pids() if _is_rank(pid) and _directory_of(pid) is None]
+
+
+def _pids() -> Iterator[int]:
+    for path in _PROC.iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdecimal() and path.stat().st_uid == os.getuid():
+                yield int(path.name)
+
+
+def _is_rank(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        names = {variable.partition(b"=")[0] for variable in variables}
+        return {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"} <= names
+    return False

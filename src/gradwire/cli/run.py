@@ -14,68 +14,67 @@ import click
 from gradwire._text import printable
 from gradwire.errors import ArgumentError
 
-_DESCRIPTION = """\
-Run an unmodified training program in several processes, as torchrun does, with gradwire in place of
-PyTorch's classes and backends. The options are torchrun's and gradwire's, below. With --elastic as
-the first option, ranks are members of an elastic run: see `gradwire run --elastic --help`."""
-_USAGE = "gradwire run [OPTIONS] PROGRAM [ARGUMENTS...]"
-_TORCHRUN = "The most common options; `torchrun --help` lists all of them."
-_OFTEN_USED = {
-    "--nproc-per-node": "number of processes on this host; or cpu, gpu, auto",
-    "--nnodes": "number of hosts, or MIN:MAX",
-    "--node-rank": "number of this host, if the rendezvous does not assign it",
-    "--rdzv-backend": "rendezvous of hosts: c10d or static",
-    "--rdzv-endpoint": "HOST:PORT, the same on all hosts",
-    "--rdzv-id": "name of the job, the same on all hosts",
-    "--standalone": "one host, on a free port",
-    "--max-restarts": "number of restarts of all ranks after a failure",
-    "-m": "run PROGRAM as a module",
-}
-_EXAMPLES = """\
-examples:
-  gradwire run --nproc-per-node 2 --backend shm --compat train.py --epochs 3
-      use gradwire's DistributedDataParallel and shm in a program written for PyTorch
-  gradwire run --nproc-per-node 2 train.py
-      print which rank caused a failure, and why; while it hangs: gradwire explain --live all
-  gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
-      write a timeline for: gradwire timeline run.json
-  gradwire run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
-      run on two hosts, with the same command on both
-
-With other launchers (Ray, Slurm, Lightning), set environment variables: GRADWIRE_COMPAT=1,
-GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY, GRADWIRE_TIMELINE=FILE."""
 _MISSING = "PROGRAM is missing: pass a Python file, or -m and a module"
-ELASTIC = "--elastic"
-_FAILED = 1
-_INTERRUPTED = 130
-
-
-def _run_elastic(arguments: tuple[str, ...]) -> int:
-    from gradwire.cli.run_launch import empty
-    from gradwire.elastic.__main__ import main as elastic_main
-
-    try:
-        return elastic_main(arguments, prog=f"gradwire run {ELASTIC}", prepare=empty)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+_ELASTIC = "--elastic"
+_FAILED, _INTERRUPTED = 1, 130
 
 
 @click.command(
-    add_help_option=False,  # the parser has its own help, with torchrun's options
+    add_help_option=False,  # --help after another option is the parser's or the program's
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("arguments", metavar="PROGRAM [ARGUMENTS...]", nargs=-1, type=click.UNPROCESSED)
-def run(arguments: tuple[str, ...]) -> None:
+@click.pass_context
+def run(context: click.Context, arguments: tuple[str, ...]) -> None:
     """Run an unmodified training program on gradwire, as torchrun does.
 
-    With --elastic as the first option, ranks are members of an elastic run.
+    The options are those of torchrun and of gradwire. With --elastic as the first option, ranks are
+    members of an elastic run: see `gradwire run --elastic --help`.
+
+    \b
+    gradwire:
+      --backend shm         replace Gloo by shm for the ranks of a host
+      --compat              replace PyTorch's classes and functions by gradwire's
+      --recorder DIRECTORY  directory of dumps, which all ranks write on failures
+                            and at the end; by default a temporary one, kept after
+                            a failure; 0 for none
+      --timeline FILE       write a trace of all ranks to this JSON file
+
+    \b
+    torchrun (the most common options; `torchrun --help` lists all of them):
+      --nproc-per-node      number of processes on this host; or cpu, gpu, auto
+      --nnodes              number of hosts, or MIN:MAX
+      --node-rank           number of this host, if the rendezvous does not assign it
+      --rdzv-backend        rendezvous of hosts: c10d or static
+      --rdzv-endpoint       HOST:PORT, the same on all hosts
+      --rdzv-id             name of the job, the same on all hosts
+      --standalone          one host, on a free port
+      --max-restarts        number of restarts of all ranks after a failure
+      -m                    run PROGRAM as a module
+
+    \b
+    examples:
+      gradwire run --nproc-per-node 2 --backend shm --compat train.py --epochs 3
+          use gradwire's DistributedDataParallel and shm in a program for PyTorch
+      gradwire run --nproc-per-node 2 train.py
+          print which rank caused a failure, and why; while it hangs:
+          gradwire explain --live all
+      gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
+          write a timeline for: gradwire timeline run.json
+      gradwire run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
+          run on two hosts, with the same command on both
+
+    \b
+    With other launchers (Ray, Slurm, Lightning), set environment variables:
+    GRADWIRE_COMPAT=1, GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY,
+    GRADWIRE_TIMELINE=FILE.
     """
-    if arguments and arguments[0] == ELASTIC:
+    if arguments and arguments[0] == _ELASTIC:
         sys.exit(_run_elastic(arguments[1:]))
     if not arguments:
         raise click.UsageError(_MISSING)
     if arguments[0] in ("-h", "--help"):
-        click.echo(short_help())
+        click.echo(context.get_help())
         return
     options = parse_options(arguments)
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -98,6 +97,16 @@ def run(arguments: tuple[str, ...]) -> None:
         sys.exit(128 + error.sigval)
     if options.recorder and options.recorder != chosen:
         shutil.rmtree(options.recorder, ignore_errors=True)
+
+
+def _run_elastic(arguments: tuple[str, ...]) -> int:
+    from gradwire.cli.run_launch import empty
+    from gradwire.elastic.__main__ import main
+
+    try:
+        return main(arguments, prog=f"gradwire run {_ELASTIC}", prepare=empty)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _show_verdict(directory: str | None) -> None:
@@ -127,52 +136,15 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog, parser.usage, parser.description = "gradwire run", _USAGE, _DESCRIPTION
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.prog, parser.usage = "gradwire run", "gradwire run [OPTIONS] PROGRAM [ARGUMENTS...]"
     parser.allow_abbrev = False  # abbreviations would change with torchrun's options
     parser.error = _refuse  # type: ignore[method-assign]
-    _add_own(parser)
+    parser.add_argument("--backend", choices=["shm"])
+    parser.add_argument("--compat", action="store_true")
+    parser.add_argument("--recorder", metavar="DIRECTORY")
+    parser.add_argument("--timeline", metavar="FILE")
     return parser.parse_args(list(arguments))
 
 
 def _refuse(message: str) -> NoReturn:
     raise click.UsageError(_MISSING if "training_script" in message else message)
-
-
-def _add_own(parser: argparse.ArgumentParser) -> None:
-    """Add gradwire's options."""
-    ours = parser.add_argument_group("gradwire")
-    ours.add_argument(
-        "--backend", choices=["shm"], help="replace Gloo by shm for the ranks of a host"
-    )
-    ours.add_argument(
-        "--compat",
-        action="store_true",
-        help="replace PyTorch's classes and functions by gradwire's",
-    )
-    ours.add_argument(
-        "--recorder",
-        metavar="DIRECTORY",
-        help="directory of dumps, which all ranks write on failures and at the end; by default a "
-        "temporary one, kept after a failure; 0 for none",
-    )
-    ours.add_argument(
-        "--timeline", metavar="FILE", help="write a trace of all ranks to this JSON file"
-    )
-
-
-def short_help() -> str:
-    """Return a short help text, without importing torchrun's parser."""
-    parser = argparse.ArgumentParser(
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    _add_own(parser)
-    theirs = parser.add_argument_group("torchrun", _TORCHRUN)
-    for option, text in _OFTEN_USED.items():
-        theirs.add_argument(option, metavar="", help=text)
-    return parser.format_help()

@@ -13,14 +13,12 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, run
@@ -57,7 +55,13 @@ def run_program(options: argparse.Namespace) -> None:
         options.recorder = ""
     elif options.recorder is None and records_by_default(options):
         options.recorder = tempfile.mkdtemp(prefix=FOLDER)
-    variables = _variables(options)
+    variables = {  # which ranks read at the end of `import torch`
+        "GRADWIRE_COMPAT": "1" if options.compat else "",
+        "GRADWIRE_BACKEND": options.backend,
+        "GRADWIRE_RECORDER": options.recorder and os.path.abspath(options.recorder),
+        "GRADWIRE_TIMELINE": options.timeline and os.path.abspath(options.timeline),
+    }
+    variables = {name: value for name, value in variables.items() if value}
     if variables:
         _check_autoload()
     os.environ.update(variables, GRADWIRE_LAUNCHER=str(os.getpid()))
@@ -66,10 +70,12 @@ def run_program(options: argparse.Namespace) -> None:
         empty(directory)
     if options.timeline:
         _prepare(Path(options.timeline).absolute())
-    with (
-        _temporary_logs(options),
-        patch.object(api, "LocalElasticAgent", collecting_agent(directory)),
-    ):
+    with contextlib.ExitStack() as stack:
+        if not (options.log_dir or options.redirects != _NO_LOGS or options.tee != _NO_LOGS):
+            # torchrun's files, unless options request them
+            folder = tempfile.TemporaryDirectory(prefix="gradwire-run-")
+            options.log_dir = stack.enter_context(folder)
+        stack.enter_context(patch.object(api, "LocalElasticAgent", collecting_agent(directory)))
         run(options)
 
 
@@ -110,20 +116,6 @@ def _checked_count(options: argparse.Namespace) -> int:
     return count
 
 
-def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that ranks read at the end of `import torch`."""
-    variables = {}
-    if options.compat:
-        variables["GRADWIRE_COMPAT"] = "1"
-    if options.backend:
-        variables["GRADWIRE_BACKEND"] = options.backend
-    if options.recorder:
-        variables["GRADWIRE_RECORDER"] = os.path.abspath(options.recorder)
-    if options.timeline:
-        variables["GRADWIRE_TIMELINE"] = os.path.abspath(options.timeline)
-    return variables
-
-
 def _check_autoload() -> None:
     """Check that `import torch` will run `gradwire_autoload`, which reads the variables."""
     points = entry_points(group="torch.backends")
@@ -132,12 +124,10 @@ def _check_autoload() -> None:
             "gradwire is not installed, so `import torch` does not load it: run `pip install "
             "gradwire` instead of adding it to PYTHONPATH"
         )
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1" or not hasattr(
-        torch, "_import_device_backends"
-    ):
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if autoload != "1":
         raise ArgumentError(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD is "
-            f"{os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD')!r}, which keeps `import torch` from "
+            f"TORCH_DEVICE_BACKEND_AUTOLOAD is {autoload!r}, which keeps `import torch` from "
             "loading gradwire: unset it"
         )
 
@@ -162,18 +152,6 @@ def _prepare(timeline: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _temporary_logs(options: Any) -> Iterator[None]:
-    """Put torchrun's files into a temporary folder, unless options request logs."""
-    asked = options.log_dir or options.redirects != _NO_LOGS or options.tee != _NO_LOGS
-    if asked:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as folder:
-        options.log_dir = folder
-        yield
-
-
 def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
     """Return torchrun's agent, or a subclass that collects dumps if there is a directory.
 
@@ -182,7 +160,7 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
     """
     if directory is None:
         return LocalElasticAgent
-    dumps: Path = directory
+    dumps = directory
 
     class CollectingAgent(LocalElasticAgent):
         _earlier: tuple[Path, list[int]] | None = None
@@ -192,7 +170,8 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
             if self._earlier is not None:
                 _forget(dumps, *self._earlier, worker_group.workers[0].world_size)
             ranks = [worker.global_rank for worker in worker_group.workers]
-            self._earlier = _exits_file(dumps, worker_group), ranks
+            exits = dumps / f"exits-{worker_group.group_rank}.json"
+            self._earlier = exits, ranks
             started: dict[int, Any] = super()._start_workers(worker_group)
             processes = self._pcontext
             assert processes is not None
@@ -205,7 +184,7 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
                         return
                     closed.append(True)
                     with contextlib.suppress(OSError):  # the directory is full or was removed
-                        _collect(dumps, worker_group, processes, kills)
+                        _collect(dumps, exits, worker_group, processes, kills)
                 finally:
                     end(*args, **kwargs)
 
@@ -228,19 +207,14 @@ def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int)
     for path in directory.glob("start-*.json"):
         path.unlink(missing_ok=True)
     for rank in ranks:
-        for name in (f"{FIRST}{rank}", f"stacks-{rank}.txt", f"kernel-{rank}.json"):
-            (directory / name).unlink(missing_ok=True)
-        (directory / f"crash-{rank}.txt").unlink(missing_ok=True)
+        names = [f"{FIRST}{rank}", f"stacks-{rank}.txt", f"kernel-{rank}.json", f"crash-{rank}.txt"]
         if rank >= world_size:
-            (directory / f"{PREFIX}{rank}").unlink(missing_ok=True)
-            (directory / f"process-{rank}.json").unlink(missing_ok=True)
+            names += [f"{PREFIX}{rank}", f"process-{rank}.json"]
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
 
 
-def _exits_file(directory: Path, worker_group: Any) -> Path:
-    return directory / f"exits-{worker_group.group_rank}.json"
-
-
-def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> None:
+def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, kills: int) -> None:
     """Note the exits of ranks, and wait for the dumps of ranks that still run."""
     ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
     handlers = getattr(processes, "subprocess_handlers", {})
@@ -248,11 +222,11 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
     ended = {rank: code for rank, code in codes.items() if code is not None}
     if any(ended.values()) or (ended and len(ended) < len(codes)):
         killed = oom_kills() > kills
-        exits = {
+        noted = {
             rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
             for rank, code in ended.items()
         }
-        _exits_file(directory, worker_group).write_text(json.dumps(exits))
+        exits.write_text(json.dumps(noted))
     running = {
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()
