@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from check.common import ROOT
 from gradwire.check import Run, training_probes
 from gradwire.check.__main__ import observed
-from gradwire.check.loss import terms_of, uses
 from gradwire.check.observer import bit_sum, digest, random_state, sample_digests
+from gradwire.check.training_probes import terms_of, uses
 
 
 def train(steps: int) -> None:

@@ -4,12 +4,12 @@ Each rank of a checked program records what it does, by hooks and patches in tha
 (`gradwire.check.__main__`). Afterwards the checks compare the ranks' records (`conclude`).
 """
 
-from gradwire.check import data_checks as _data
+from gradwire.check import data as _data
 from gradwire.check import gradient_checks as _gradients
 from gradwire.check import state_checks as _state
-from gradwire.check.program import Outcome as Outcome
-from gradwire.check.program import run_checked as run_checked
-from gradwire.check.run import Check, Finding, Run, choose, conclude
+from gradwire.check.records import Check, Finding, Run, choose, conclude
+from gradwire.check.records import Outcome as Outcome
+from gradwire.check.records import run_checked as run_checked
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = ["CHECKS", "Check", "Finding", "Run", "choose", "conclude"]

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gradwire.check.data_probes import observe_data
+from gradwire.check.data import observe_data
 from gradwire.check.observer import Observer
-from gradwire.check.process_probes import observe_process
-from gradwire.check.training_probes import Training
+from gradwire.check.training_probes import Training, observe_process
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gradwire.check.run import Check, Event, Finding, Replicas, Run
+from gradwire.check.records import Check, Event, Finding, Replicas, Run
 
 _WORLD_SIZE = ("world_size", "WORLD_SIZE", "num_processes", "nprocs")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from gradwire.check.gradient_checks import differing
-from gradwire.check.run import Check, Event, Finding, Replicas, Run
+from gradwire.check.records import Check, Event, Finding, Replicas, Run
 
 _FEWEST = 3
 _FEW_SAMPLES = 4

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._autograd import SavedTensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
+from torch.nn import utils
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from gradwire._engine_errors import backend_timeout
 from gradwire._torch import TORCHS_DDP, compile_callees_only
-from gradwire.check.loss import terms_of, uses
-from gradwire.check.observer import Observer, digest, digest_all, random_state
+from gradwire.check.observer import (
+    Observer,
+    bit_sum,
+    digest,
+    digest_all,
+    is_plain,
+    random_state,
+    user_line,
+)
 from gradwire.ddp import DistributedDataParallel, Reducer, SyncBatchNorm
 
 _NOT_BATCH_NORM = (nn.SyncBatchNorm, SyncBatchNorm)
@@ -364,3 +380,279 @@ def _sends_buffers(wrapper: Any) -> bool:
         wrapper, "forward_sync_buffers", False
     )
     return bool(syncs) and bool(getattr(wrapper, "sync_buffers_in_eval", True))
+
+
+_REDUCING = ("all_reduce", "all_reduce_coalesced")
+_GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+_WAITING = (*_REDUCING, *_GATHERING, "barrier", "broadcast", "reduce_scatter_tensor", "all_to_all")
+_WAIT_SECONDS = 0.5
+"""Shortest wait in a collective that is written."""
+
+
+def observe_process(observer: Observer, training: Training) -> None:
+    """Write events for the program's own collectives, and for what it does to gradients."""
+    for name in _WAITING:
+        if hasattr(dist, name):
+            observer.patch_everywhere((dist, c10d), name, _collective(observer, training, name))
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        observer.patch_everywhere((utils, clip_grad), name, _clipping(observer, name))
+    began: list[float] = []
+
+    def saved(*_: Any, **__: Any) -> None:
+        observer.emit("saved", since=began.pop(), until=time.monotonic())
+
+    def saving(*_: Any, **__: Any) -> None:
+        began[:] = [time.monotonic()]
+
+    observer.around(torch, "save", before=saving, after=saved)
+    observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
+
+
+def _collective(observer: Observer, training: Training, name: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            own = training.inside or training.in_backward or torch.compiler.is_compiling()
+            if own or not observer.active or observer.busy:  # of a wrapper, or of gradwire
+                return original(*args, **kwargs)
+            observer.look(_before, observer, training, name, args, kwargs)
+            since = time.monotonic()
+            result = original(*args, **kwargs)
+            until = time.monotonic()
+            if until - since > _WAIT_SECONDS:
+                observer.look(_waited, observer, name, since, until)
+            if name in _GATHERING:
+                observer.look(_gathered, training, args, kwargs)
+            return result
+
+        return called
+
+    return make
+
+
+def _before(observer: Observer, training: Training, name: str, args: Any, kwargs: Any) -> None:
+    if name == "barrier":
+        observer.emit("barrier")
+    elif name in _REDUCING:
+        tensors = args[0] if args else kwargs.get("tensor")
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if isinstance(tensor, Tensor) and (of := _whose_gradient(training, tensor)):
+                observer.emit("reduced", parameter=of)
+
+
+def _whose_gradient(training: Training, tensor: Tensor) -> str:
+    """Return the place of the parameter whose gradient this is; "" if there is none."""
+    if tensor.numel() == 0:
+        return ""
+    for optimizer, number in training.optimizers.items():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for index, parameter in enumerate(parameters):
+            grad = parameter.grad
+            if grad is not None and grad.data_ptr() == tensor.data_ptr():
+                return f"parameter {index} of optimizer {number}, shape {list(parameter.shape)}"
+    return ""
+
+
+def _waited(observer: Observer, name: str, since: float, until: float) -> None:
+    group = dist.group.WORLD
+    timeout = 0.0 if group is None else backend_timeout(group)
+    observer.emit("waited", op=name, since=since, until=until, timeout=timeout)
+
+
+def _gathered(training: Training, args: Any, kwargs: Any) -> None:
+    """Keep the outputs of a gather whose input needs a gradient, until backward."""
+    if len(args) < 2 or not isinstance(args[1], Tensor) or not args[1].requires_grad:
+        return
+    outputs = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+    if not any(t.requires_grad for t in outputs):
+        training.gathered.append((outputs, args[1], user_line()))
+
+
+def _clipping(observer: Observer, name: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            limit = args[0] if args else next(iter(kwargs.values()), None)
+            largest = observer.look(_largest, name, given)
+            result = original(given, *args, **kwargs)
+            observer.look(_clipped, observer, name, result, limit, largest)
+            return result
+
+        return clip
+
+    return make
+
+
+def _largest(name: str, parameters: list[Tensor]) -> float:
+    if name == "clip_grad_norm_":
+        return 0.0
+    return max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
+
+
+def _clipped(observer: Observer, name: str, norm: Any, limit: Any, largest: Any) -> None:
+    before = float(norm) if name == "clip_grad_norm_" else float(largest or 0.0)
+    if isinstance(limit, (int, float, Tensor)) and before > float(limit):
+        observer.emit("clipped", function=name, before=before, limit=float(limit))
+
+
+_THROUGH = (
+    "View",
+    "ReshapeAlias",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Alias",
+    "_DDPSink",
+    "Select",
+)
+"""Beginnings of names of nodes that neither average nor scale."""
+_MOST_TERMS = 16
+_MOST_NODES = 4000
+_SUM, _MEAN = 2, 1  # values of `reduction` in PyTorch's nodes
+
+
+def terms_of(loss: Any) -> list[dict[str, Any]]:
+    """Return the means that a loss is a sum of.
+
+    Returns:
+        For each mean its `count`, the number that it divides by; its `factor`, by which the loss
+        multiplies it; and `builtin`, True if PyTorch's own function counted. Terms that are
+        something else are left out.
+    """
+    found: list[dict[str, Any]] = []
+    if isinstance(loss, Tensor) and loss.grad_fn is not None and loss.numel() == 1:
+        _walk((loss.grad_fn, loss.output_nr), 1.0, found, 0)
+    return found
+
+
+def _walk(at: tuple[Any, int], factor: float, found: list[dict[str, Any]], depth: int) -> None:
+    """Add the terms below a node's output."""
+    node, output = at
+    if node is None or depth > 32 or len(found) >= _MOST_TERMS:
+        return
+    name, inputs = node.name().removeprefix("torch::autograd::"), node.next_functions
+    if name.startswith(("Add", "Sub")) and len(inputs) == 2:
+        alpha = float(getattr(node, "_saved_alpha", 1))
+        signs = (1.0, alpha if name.startswith("Add") else -alpha)
+        for inner, sign in zip(inputs, signs, strict=True):
+            _walk(inner, factor * sign, found, depth + 1)
+    elif name.startswith("Neg"):
+        _walk(inputs[0], -factor, found, depth + 1)
+    elif name.startswith("Mul"):
+        scaled = _scaled(node, inputs)
+        if scaled is not None:
+            _walk(scaled[0], factor * scaled[1], found, depth + 1)
+    elif name.startswith("Div"):
+        _walk_quotient(node, inputs, factor, found, depth)
+    elif name.startswith(_THROUGH) and inputs:
+        at = inputs[min(output, len(inputs) - 1)]
+        _walk(at, factor, found, depth + 1)
+    elif (count := _count(node, name)) is not None:
+        found.append({"count": count, "factor": factor, "builtin": True})
+
+
+def _scaled(node: Any, inputs: Any) -> tuple[Any, float] | None:
+    """Return the factor of a product that needs a gradient, and the value of the other."""
+    variable = [i for i, (inner, _) in enumerate(inputs) if inner is not None]
+    if len(variable) != 1:
+        return None
+    by = _number(node, "other" if variable[0] == 0 else "self")
+    return None if by is None else (inputs[variable[0]], by)
+
+
+def _walk_quotient(
+    node: Any, inputs: Any, factor: float, found: list[dict[str, Any]], depth: int
+) -> None:
+    if inputs[0][0] is None or (len(inputs) > 1 and inputs[1][0] is not None):
+        return
+    by = _number(node, "other")
+    if by is None or by == 0.0:
+        return
+    if _is_sum(inputs[0][0], 0):
+        found.append({"count": by, "factor": factor, "builtin": False})
+    else:
+        _walk(inputs[0], factor / by, found, depth + 1)
+
+
+def _is_sum(node: Any, depth: int) -> bool:
+    """Return True if a node adds up all elements, without dividing."""
+    if node is None or depth > 4:
+        return False
+    if node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
+        return True
+    return node.name().startswith(("Neg", *_THROUGH)) and _is_sum(
+        node.next_functions[0][0], depth + 1
+    )
+
+
+def _count(node: Any, name: str) -> float | None:
+    """Return the number of elements of a mean of PyTorch's; None for another node."""
+    if name == "MeanBackward0":
+        numel = getattr(node, "_saved_self_sym_numel", None)
+        return None if numel is None else float(numel)
+    if getattr(node, "_saved_reduction", None) != _MEAN:
+        return None
+    if name.startswith("NllLoss"):
+        weighted = _saved(node, "weight") is not None
+        return None if weighted else _number(node, "total_weight")
+    inner = _saved(node, "self")
+    return None if inner is None else float(inner.numel())
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    try:
+        data = getattr(raw, "data", None) if isinstance(raw, SavedTensor) else None  # or a list
+    except RuntimeError:  # released, or none was saved
+        return None
+    return data if isinstance(data, Tensor) else None
+
+
+def _number(node: Any, name: str) -> float | None:
+    """Return a saved tensor of one element, or a saved number."""
+    saved = _saved(node, name)
+    if saved is not None:
+        return float(saved) if saved.numel() == 1 and is_plain(saved) else None
+    if hasattr(node, f"_raw_saved_{name}"):
+        return None
+    value = getattr(node, f"_saved_{name}", None)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def uses(loss: Any, gathered: Collection[Tensor], own: Tensor) -> bool:
+    """Return True if a loss's graph saved gathered tensors without their gradients.
+
+    Tensors that were concatenated or transposed are recognized by the sum of their bits.
+
+    Args:
+        loss: Loss.
+        gathered: Tensors of all ranks.
+        own: Tensor of this rank, which the loss may also use by itself.
+    """
+    sums = [(t.numel(), bit_sum(t)) for t in gathered]
+    mask = (1 << 64) - 1
+    looked_for = {(numel, total & mask) for numel, total in sums if numel > 1}
+    looked_for.discard((own.numel(), bit_sum(own) & mask))
+    looked_for.add((sum(n for n, _ in sums), sum(total for _, total in sums) & mask))
+    sizes = {numel for numel, _ in looked_for}
+    for saved in _saved_tensors(getattr(loss, "grad_fn", None)):
+        candidate = saved.numel() in sizes and not saved.requires_grad and is_plain(saved)
+        if candidate and (saved.numel(), bit_sum(saved) & mask) in looked_for:
+            return True
+    return False
+
+
+def _saved_tensors(root: Any) -> Iterator[Tensor]:
+    seen, waiting = {root}, [root]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None:
+            continue
+        for name in dir(type(node)):
+            if name.startswith("_raw_saved_") and (saved := _saved(node, name[11:])) is not None:
+                yield saved
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
