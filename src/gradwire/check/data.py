@@ -169,11 +169,13 @@ def _loader_line(run: Run, rank: int) -> str:
 
 
 class SameBatches(Check):
-    """Ranks that compute the same gradients from the same inputs."""
+    """Ranks that compute the same gradients from the same inputs.
+
+    The inputs of every training forward are equal on two ranks, and change with steps.
+    """
 
     name = "same-batches"
     finds = "ranks train on the same batches"
-    evidence = "the inputs of every training forward are equal on two ranks, and change with steps"
     remedy = (
         "Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a "
         "seed with the rank in it where batches are drawn at random"
@@ -194,11 +196,13 @@ class SameBatches(Check):
 
 
 class SameOrder(Check):
-    """A sampler whose order does not change between epochs."""
+    """A sampler whose order does not change between epochs.
+
+    A sampler that shuffles gave the same samples in the same order in two epochs.
+    """
 
     name = "same-order"
     finds = "every epoch has the same order: set_epoch is not called"
-    evidence = "a sampler that shuffles gave the same samples in the same order in two epochs"
     remedy = "Call sampler.set_epoch(epoch) at the beginning of each epoch"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
@@ -233,14 +237,14 @@ class SameOrder(Check):
 
 
 class UnevenBatches(Check):
-    """Ranks whose loaders have different lengths."""
+    """Ranks whose loaders have different lengths.
+
+    A rank's loader ended and it trained no more, while another rank went on to train with the same
+    loader, without join().
+    """
 
     name = "uneven-batches"
     finds = "ranks have different numbers of batches"
-    evidence = (
-        "a rank's loader ended and it trained no more, while another rank went on to train with "
-        "the same loader, without join()"
-    )
     remedy = (
         "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
         "in `with model.join():`"
@@ -303,14 +307,14 @@ def _after_last(events: object, kind: str) -> set[str]:
 
 
 class SharedSamples(Check):
-    """Samples that several ranks train on in one epoch."""
+    """Samples that several ranks train on in one epoch.
+
+    More samples than a sampler pads with have the same index and the same content on two ranks, and
+    no rank draws with replacement.
+    """
 
     name = "shared-samples"
     finds = "two ranks train on the same samples within an epoch"
-    evidence = (
-        "more samples than a sampler pads with have the same index and the same content on two "
-        "ranks, and no rank draws with replacement"
-    )
     remedy = "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset))"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
@@ -348,11 +352,13 @@ class SharedSamples(Check):
 
 
 class SamplerSeed(Check):
-    """Distributed samplers that shuffle with different seeds."""
+    """Distributed samplers that shuffle with different seeds.
+
+    Samplers of the same loader have different seeds or epochs in the same epoch.
+    """
 
     name = "sampler-seed"
     finds = "distributed samplers of two ranks shuffle with different seeds or epochs"
-    evidence = "samplers of the same loader have different seeds or epochs in the same epoch"
     remedy = (
         "Pass the same seed on every rank, and call set_epoch() with the same epoch on every rank: "
         "each rank takes its share of one common order"

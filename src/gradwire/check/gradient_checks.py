@@ -28,14 +28,14 @@ def differing(events: list[Event], model: Replicas, field: str) -> str | None:
 
 
 class AroundWrapper(Check):
-    """Calls of a wrapped module without its wrapper."""
+    """Calls of a wrapped module without its wrapper.
+
+    The wrapped module was called with gradients, no forward of the wrapper was reduced since the
+    last step, and the gradients differ between ranks at the next one.
+    """
 
     name = "around-wrapper"
     finds = "the model is called around its wrapper, so that its gradients stay local"
-    evidence = (
-        "the wrapped module was called with gradients, no forward of the wrapper was reduced since "
-        "the last step, and the gradients differ between ranks at the next one"
-    )
     remedy = "Call the wrapper: model(x) instead of model.module(x)"
     explains = ("parameters-differ",)
 
@@ -71,14 +71,13 @@ class AroundWrapper(Check):
 
 
 class GatherWithoutGradient(Check):
-    """Gathered tensors in a loss whose gradients end at the gather."""
+    """Gathered tensors in a loss whose gradients end at the gather.
+
+    A tensor that needs a gradient was gathered, and the loss's graph holds the result without one.
+    """
 
     name = "gather-without-gradient"
     finds = "the loss uses the result of an all_gather that has no gradient"
-    evidence = (
-        "a tensor that needs a gradient was gathered, and the loss's graph holds the result "
-        "without one"
-    )
     remedy = (
         "Use gradwire.all_gather or torch.distributed.nn.all_gather, or put this rank's own tensor "
         "back into its place of the result"
@@ -103,15 +102,15 @@ def _reductions(run: Run, model: Replicas) -> list[list[list[Event]]]:
 
 
 class MeanOfMeans(Check):
-    """Means over different numbers of elements, whose mean is taken."""
+    """Means over different numbers of elements, whose mean is taken.
+
+    In several steps, and not only at the end of a loader, the same term of the loss divides by
+    different numbers on different ranks or micro-steps, nothing weights it, and no hook reduces the
+    gradients.
+    """
 
     name = "mean-of-means"
     finds = "the loss averages over different numbers of tokens or samples"
-    evidence = (
-        "in several steps, and not only at the end of a loader, the same term of the loss divides "
-        "by different numbers on different ranks or micro-steps, nothing weights it, and no hook "
-        "reduces the gradients"
-    )
     remedy = (
         "Call model.weight(n) before backward with the number n of tokens or samples (gradwire), "
         "or divide the sum by the mean of n over ranks and micro-steps"
@@ -153,14 +152,14 @@ def _at_end(ranks: list[list[Event]]) -> bool:
 
 
 class ClippedBeforeReduce(Check):
-    """Gradients that are clipped while they are one rank's own."""
+    """Gradients that are clipped while they are one rank's own.
+
+    In one step, clip_grad_norm_ or clip_grad_value_ reduced gradients after a backward under
+    no_sync, or before an all_reduce of the same gradients.
+    """
 
     name = "clipped-before-reduce"
     finds = "gradients are clipped before they are reduced"
-    evidence = (
-        "clip_grad_norm_ or clip_grad_value_ reduced gradients after a backward under no_sync, or "
-        "before an all_reduce of the same gradients, in the same step"
-    )
     remedy = "Clip after the backward that reduces the gradients, or after the all_reduce"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
@@ -195,14 +194,14 @@ class ClippedBeforeReduce(Check):
 
 
 class ScaledByWorldSize(Check):
-    """Losses that are scaled by the world size although the wrapper takes the mean."""
+    """Losses that are scaled by the world size although the wrapper takes the mean.
+
+    PyTorch's own mean is scaled by exactly the number of ranks, accumulation does not explain it,
+    and the function that calls backward scales a loss by the world size.
+    """
 
     name = "scaled-by-world-size"
     finds = "the loss is scaled by the world size, although the wrapper averages gradients"
-    evidence = (
-        "PyTorch's own mean is scaled by exactly the number of ranks, accumulation does not "
-        "explain it, and the function that calls backward scales a loss by the world size"
-    )
     remedy = "Leave the factor out: after backward, gradients are the mean over ranks"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
@@ -295,14 +294,14 @@ def _means_world_size(node: ast.expr, names: set[str]) -> bool:
 
 
 class SyncedMicroSteps(Check):
-    """Accumulation that reduces the gradients in each micro-step."""
+    """Accumulation that reduces the gradients in each micro-step.
+
+    Several backwards of the same line were reduced before each step, each on top of the gradients
+    of the one before.
+    """
 
     name = "synced-micro-steps"
     finds = "gradient accumulation communicates in every micro-step"
-    evidence = (
-        "several backwards of the same line were reduced before each step, each on top of the "
-        "gradients of the one before"
-    )
     remedy = "Run all but the last micro-step in `with model.no_sync():`, its forward included"
 
     def conclude(self, run: Run) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,10 +44,6 @@ class Finding:
     line: str = ""
     tensor: str = ""
     step: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -210,12 +206,14 @@ class Run:
 
 
 class Check:
-    """A kind of mistake: what is observed, what it is concluded from, and the remedy.
+    """A kind of mistake.
+
+    The second paragraph of a check's docstring is its evidence: observations without which the
+    check is silent.
 
     Attributes:
         name: Name for `--only` and `--skip`.
         finds: The mistake.
-        evidence: Observation without which the check is silent.
         remedy: Advice for the program.
         explains: Names of checks whose findings follow from this one's.
         on_request: True if only `--only` runs it, because correct programs have findings, too.
@@ -223,10 +221,14 @@ class Check:
 
     name: ClassVar[str]
     finds: ClassVar[str]
-    evidence: ClassVar[str]
     remedy: ClassVar[str]
     explains: ClassVar[tuple[str, ...]] = ()
     on_request: ClassVar[bool] = False
+
+    @property
+    def evidence(self) -> str:
+        """Observations without which the check is silent."""
+        return " ".join((self.__doc__ or "").partition("\n\n")[2].split())
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         """Yield what a run shows."""

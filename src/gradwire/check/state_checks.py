@@ -36,14 +36,14 @@ def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event] | None:
 
 
 class StaleOptimizer(Check):
-    """Optimizers of parameters that the model no longer has."""
+    """Optimizers of parameters that the model no longer has.
+
+    Parameters get gradients in every step, are in no optimizer and never change, and an optimizer
+    has as many that the model does not have.
+    """
 
     name = "stale-optimizer"
     finds = "the optimizer was made before parameters were replaced"
-    evidence = (
-        "parameters get gradients in every step, are in no optimizer and never change, and an "
-        "optimizer has as many that the model does not have"
-    )
     remedy = "Make the optimizer after the model's parameters have been replaced or converted"
     explains = ("no-optimizer",)
 
@@ -59,11 +59,13 @@ class StaleOptimizer(Check):
 
 
 class NoOptimizer(Check):
-    """Parameters that no optimizer updates."""
+    """Parameters that no optimizer updates.
+
+    A minority of the parameters get gradients in every step and never change.
+    """
 
     name = "no-optimizer"
     finds = "parameters get gradients but are in no optimizer"
-    evidence = "a minority of the parameters get gradients in every step and never change"
     remedy = "Pass them to the optimizer, or set requires_grad=False before wrapping"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
@@ -76,11 +78,13 @@ class NoOptimizer(Check):
 
 
 class ChangedAfterWrapping(Check):
-    """Parameters that the wrapper does not know."""
+    """Parameters that the wrapper does not know.
+
+    They required no gradient when the module was wrapped, and their gradients differ.
+    """
 
     name = "changed-after-wrapping"
     finds = "parameters were thawed, added or replaced after wrapping, so that nothing reduces them"
-    evidence = "they required no gradient when the module was wrapped, and their gradients differ"
     remedy = (
         "Thaw and add parameters before wrapping, or call model.refit() on every rank (gradwire)"
     )
@@ -106,11 +110,13 @@ def _schedules_before(run: Run, rank: int, step: Event) -> list[Event]:
 
 
 class SchedulerOnOneRank(Check):
-    """Schedulers that some ranks step more often."""
+    """Schedulers that some ranks step more often.
+
+    The number of its steps and the learning rates differ at the same optimizer step.
+    """
 
     name = "scheduler-on-one-rank"
     finds = "a scheduler is stepped on some ranks only"
-    evidence = "the number of its steps and the learning rates differ at the same optimizer step"
     remedy = "Step the scheduler on every rank"
     explains = ("learning-rates", "parameters-differ")
 
@@ -131,11 +137,13 @@ class SchedulerOnOneRank(Check):
 
 
 class LearningRates(Check):
-    """Optimizers whose options differ between ranks."""
+    """Optimizers whose options differ between ranks.
+
+    They differ at the same step of an optimizer of replicated parameters.
+    """
 
     name = "learning-rates"
     finds = "learning rates or other options of the optimizer differ between ranks"
-    evidence = "they differ at the same step of an optimizer of replicated parameters"
     remedy = (
         "Compute them from values that are equal on all ranks; all_reduce a metric before a "
         "scheduler uses it"
@@ -155,14 +163,14 @@ class LearningRates(Check):
 
 
 class OptimizerState(Check):
-    """Optimizers whose state differs between ranks."""
+    """Optimizers whose state differs between ranks.
+
+    The same tensors of its state differ after a step, although gradients, learning rates and
+    options were equal in all steps so far.
+    """
 
     name = "optimizer-state"
     finds = "the optimizer's state differs between ranks"
-    evidence = (
-        "the same tensors of its state differ after a step, although gradients, learning rates and "
-        "options were equal in all steps so far"
-    )
     remedy = "Load the same checkpoint of the optimizer on every rank, or on none"
     explains = ("parameters-differ",)
 
@@ -184,14 +192,14 @@ class OptimizerState(Check):
 
 
 class ParametersDiffer(Check):
-    """Replicas that have become different."""
+    """Replicas that have become different.
+
+    Every step was reduced without a hook of the program's own, and parameters differ at one step
+    and at the end.
+    """
 
     name = "parameters-differ"
     finds = "parameters differ between ranks"
-    evidence = (
-        "every step was reduced without a hook of the program's own, and parameters differ at one "
-        "step and at the end"
-    )
     remedy = (
         "Change parameters by the optimizer alone or in the same way on every rank, or broadcast "
         "them afterwards"
@@ -247,14 +255,14 @@ def _short(line: str) -> str:
 
 
 class RandomState(Check):
-    """Ranks that draw the same random numbers."""
+    """Ranks that draw the same random numbers.
+
+    Several training forwards, or draws of a data loader, change the random state, which is equal on
+    two ranks before each of them, while inputs differ.
+    """
 
     name = "random-state"
     finds = "ranks draw the same random numbers, for dropout or augmentation"
-    evidence = (
-        "several training forwards, or draws of a data loader, change the random state, which is "
-        "equal on two ranks before each of them, while inputs differ"
-    )
     remedy = "Seed each rank differently after the model is built: torch.manual_seed(seed + rank)"
     on_request = True  # trainers that seed all ranks alike work, with noise that is less diverse
 
@@ -295,13 +303,13 @@ class RandomState(Check):
 
 
 class BatchNorm(Check):
-    """Batch norms whose statistics come from few samples."""
+    """Batch norms whose statistics come from few samples.
+
+    A batch norm gets fewer than 4 samples in its first calls on every rank.
+    """
 
     name = "batch-norm"
     finds = "batch norm uses the statistics of few samples per rank"
-    evidence = (
-        f"a batch norm gets fewer than {_FEW_SAMPLES} samples in its first calls on every rank"
-    )
     remedy = (
         "Convert the model before wrapping: gradwire.ddp.SyncBatchNorm.convert_sync_batchnorm or "
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
@@ -322,14 +330,14 @@ class BatchNorm(Check):
 
 
 class EvaluationOnOneRank(Check):
-    """Forwards through the wrapper that only some ranks run."""
+    """Forwards through the wrapper that only some ranks run.
+
+    A rank calls a wrapper that broadcasts buffers without gradients, while another goes on without
+    such a call.
+    """
 
     name = "evaluation-on-one-rank"
     finds = "some ranks evaluate through the wrapper, whose forward broadcasts buffers"
-    evidence = (
-        "a rank calls a wrapper that broadcasts buffers without gradients, while another goes on "
-        "without such a call"
-    )
     remedy = (
         "Evaluate model.module on that rank, or on all ranks; with gradwire, "
         "sync_buffers_in_eval=False"
@@ -370,13 +378,13 @@ class EvaluationOnOneRank(Check):
 
 
 class SlowSave(Check):
-    """Ranks that wait for a rank that saves, for much of the timeout."""
+    """Ranks that wait for a rank that saves, for much of the timeout.
+
+    A collective waited for half of the timeout, mostly while another rank saved.
+    """
 
     name = "slow-save"
     finds = "ranks wait for another one to save, for much of the group's timeout"
-    evidence = (
-        f"a collective waited for {_NEAR:.0%} of the timeout, mostly while another rank saved"
-    )
     remedy = "Raise the timeout of init_process_group, or save in the background"
 
     def conclude(self, run: Run) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,7 @@ def check(
     findings = conclude(outcome.run, checks)
     notes = _notes(outcome, len(checks))
     if as_json:
-        found = [finding.as_dict() for finding in findings]
+        found = list(map(asdict, findings))
         click.echo(json.dumps({"findings": found, "notes": notes}, indent=2))
     else:
         _show(findings, notes)
