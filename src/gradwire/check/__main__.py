@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwire.check.data import observe_data
 from gradwire.check.observer import Observer
-from gradwire.check.training_probes import Training, observe_process
+from gradwire.check.training_probes import Training
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def observed(folder: Path, rank: int, *, steps: int = 0) -> Iterator[None]:
     """Record what this process does, by all probes; see `Observer` for the arguments."""
     with Observer(folder, rank, steps=steps) as observer:
         observe_data(observer)
-        observe_process(observer, Training(observer))
+        Training(observer)
         yield
 
 

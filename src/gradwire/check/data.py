@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -206,22 +206,20 @@ class SameOrder(Check):
     remedy = "Call sampler.set_epoch(epoch) at the beginning of each epoch"
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        ranks: dict[str, list[int]] = {}
-        first: dict[str, Event] = {}
+        found: dict[str, tuple[Event, list[int]]] = {}
         for rank in run.ranks:
             epochs = run.epochs(rank)
             for (loader, number), epoch in epochs.items():
                 after = epochs.get((loader, number + 1))
                 if after is not None and self._is_same(epoch, after):
-                    line = epoch.begin["made"]
-                    first.setdefault(line, after.begin)
-                    if rank not in ranks.setdefault(line, []):
-                        ranks[line].append(rank)
-        for line, at in first.items():
+                    _, ranks = found.setdefault(epoch.begin["made"], (after.begin, []))
+                    if rank not in ranks:
+                        ranks.append(rank)
+        for line, (at, ranks) in found.items():
             text = (
                 f"epochs {at['epoch'] - 1} and {at['epoch']} of {at['sampler']} have equal orders"
             )
-            yield self.found(text, at, ranks[line], line=line)
+            yield self.found(text, at, ranks, line=line)
 
     def _is_same(self, one: Epoch, other: Epoch) -> bool:
         if not (one.trained and other.trained and one.begin["shuffle"] and one.begin["sets_epoch"]):
@@ -254,56 +252,35 @@ class UnevenBatches(Check):
         if run.any("join"):
             return
         for model in run.replicas():
-            epochs = {rank: run.epochs(rank) for rank in model.ranks}
-            for a in model.ranks:
-                for b in model.ranks:
-                    found = self._compare(run, model, (a, b), epochs[a], epochs[b])
-                    if found is not None:
-                        yield found
-                        return
+            for a, b in permutations(model.ranks, 2):
+                found = self._compare(run, model, a, b)
+                if found is not None:
+                    yield found
+                    return
 
-    def _compare(
-        self,
-        run: Run,
-        model: Replicas,
-        ranks: tuple[int, int],
-        fewer: dict[tuple[int, int], Epoch],
-        more: dict[tuple[int, int], Epoch],
-    ) -> Finding | None:
-        a, b = ranks
-        totals = len(run.forwards(model, a)), len(run.forwards(model, b))
-        if totals[0] >= totals[1] or "limit" in (run.ended(a), run.ended(b)) or not totals[0]:
+    def _compare(self, run: Run, model: Replicas, a: int, b: int) -> Finding | None:
+        fewer, more = len(run.forwards(model, a)), len(run.forwards(model, b))
+        if not 0 < fewer < more or "limit" in (run.ended(a), run.ended(b)):
             return None
-        kinds = [e["kind"] for e in run.events[a]]
-        if "exhausted" not in kinds or "forward" in _after_last(run.events[a], "exhausted"):
+        kinds = [e["kind"] for e in run.events[a] if e["kind"] != "forward" or e["gradients"]]
+        after = kinds[::-1].index("exhausted") if "exhausted" in kinds else len(kinds)
+        # a framework that draws a batch ahead has one forward after the end of its loader
+        if after == len(kinds) or kinds[len(kinds) - after :].count("forward") > 1:
             return None
-        for key, epoch in fewer.items():
-            other = more.get(key)
+        others = run.epochs(b)
+        for key, epoch in run.epochs(a).items():
+            other = others.get(key)
             if other is None or epoch.exhausted is None or not epoch.trained:
                 continue
-            if other.begin["made"] != epoch.begin["made"]:
-                continue
-            if len(other.batches) > epoch.exhausted:
+            same = other.begin["made"] == epoch.begin["made"]
+            if same and len(other.batches) > epoch.exhausted:
+                least = "" if other.exhausted else "at least "
                 text = (
                     f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} has "
-                    f"{'' if other.exhausted else 'at least '}{len(other.batches)}"
+                    f"{least}{len(other.batches)}"
                 )
-                return self.found(text, other.begin, ranks, line=other.begin["made"])
+                return self.found(text, other.begin, (a, b), line=other.begin["made"])
         return None
-
-
-def _after_last(events: object, kind: str) -> set[str]:
-    """Return the kinds of training events after the last event of a kind and the next batch.
-
-    A framework that draws a batch ahead has one forward after the end of its loader.
-    """
-    found: list[str] = []
-    for event in events:  # type: ignore[attr-defined]
-        if event["kind"] == kind:
-            found = []
-        elif event["kind"] == "forward" and event["gradients"]:
-            found.append("forward")
-    return set(found[1:])
 
 
 class SharedSamples(Check):
@@ -367,18 +344,13 @@ class SamplerSeed(Check):
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
-            yield from self._compare(run, model)
-
-    def _compare(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        epochs = [run.epochs(rank) for rank in model.ranks]
-        for key in epochs[0]:
-            found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
-            if len(found) < 2 or any(e["seed"] is None for e in found):
-                continue
-            if len({e["made"] for e in found}) > 1:
-                continue
-            seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
-            if len(set(seeds)) > 1:
-                text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
-                yield self.found(text, found[0], model.ranks, line=found[0]["made"])
-                return
+            epochs = [run.epochs(rank) for rank in model.ranks]
+            for key in epochs[0]:
+                found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
+                if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
+                    continue
+                seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
+                if len(set(seeds)) > 1:
+                    text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
+                    yield self.found(text, found[0], model.ranks, line=found[0]["made"])
+                    break

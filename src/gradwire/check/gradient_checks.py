@@ -14,19 +14,6 @@ from gradwire.check.records import Check, Event, Finding, Replicas, Run
 _WORLD_SIZE = ("world_size", "WORLD_SIZE", "num_processes", "nprocs")
 
 
-def differing(events: list[Event], model: Replicas, field: str) -> str | None:
-    """Return the name of the first parameter whose digests differ between ranks."""
-    states = [e["models"][str(model.number)] for e in events]
-    values = [state[field] if isinstance(state, dict) else state for state in states]
-    if len({len(v) for v in values}) != 1:
-        return None
-    names = next((s["names"] for s in states if isinstance(s, dict) and "names" in s), model.names)
-    for index, digests in enumerate(zip(*values, strict=True)):
-        if None not in digests and len(set(digests)) > 1:
-            return names[index] if len(names) == len(values[0]) else f"parameter {index}"
-    return None
-
-
 class AroundWrapper(Check):
     """Calls of a wrapped module without its wrapper.
 
@@ -47,11 +34,10 @@ class AroundWrapper(Check):
                     calls[r].get((e["optimizer"], e["number"]))
                     for r, e in zip(model.ranks, events, strict=True)
                 ]
-                name = differing(events, model, "gradients")
+                name = model.differing(events, "gradients")
                 if name is not None and None not in at and at[0] is not None:
-                    yield self.found(
-                        "the gradients differ between ranks", at[0], model.ranks, tensor=name
-                    )
+                    text = "the gradients differ between ranks"
+                    yield self.found(text, at[0], model.ranks, tensor=name)
                     break
 
     def _calls(self, run: Run, model: Replicas, rank: int) -> dict[tuple[int, int], Event]:
@@ -95,12 +81,6 @@ class GatherWithoutGradient(Check):
             yield self.found(text, at, sorted(set(ranks)), tensor=tensor)
 
 
-def _reductions(run: Run, model: Replicas) -> list[list[list[Event]]]:
-    """Return the backwards of each reduction, by reduction and rank."""
-    by_rank = [run.reductions(model, rank) for rank in model.ranks]
-    return [list(ranks) for ranks in zip(*by_rank, strict=False)]
-
-
 class MeanOfMeans(Check):
     """Means over different numbers of elements, whose mean is taken.
 
@@ -120,7 +100,11 @@ class MeanOfMeans(Check):
         if run.any("weight"):
             return
         for model in run.replicas():
-            reductions = [r for r in _reductions(run, model) if not _at_end(r)]
+            reductions = [
+                ranks
+                for ranks in run.reductions(model)
+                if not any(event["last"] for micro in ranks for event in micro)
+            ]
             differing = [(r, counts) for r in reductions if (counts := self._counts(r))]
             if len(differing) >= max(2, 0.25 * len(reductions)):
                 backwards, counts = differing[0]
@@ -145,10 +129,6 @@ class MeanOfMeans(Check):
                 by_rank = [[int(e["terms"][term]["count"]) for e in micro] for micro in ranks]
                 return [c[0] if len(c) == 1 else c for c in by_rank]
         return None
-
-
-def _at_end(ranks: list[list[Event]]) -> bool:
-    return any(event["last"] for micro in ranks for event in micro)
 
 
 class ClippedBeforeReduce(Check):
@@ -206,7 +186,7 @@ class ScaledByWorldSize(Check):
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
-            reductions = [micro for ranks in _reductions(run, model) for micro in ranks]
+            reductions = [micro for ranks in run.reductions(model) for micro in ranks]
             events = [event for micro in reductions for event in micro]
             if not events or run.any("weight") or any(e["hooked"] for e in events):
                 continue

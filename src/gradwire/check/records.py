@@ -55,6 +55,17 @@ class Replicas:
     names: tuple[str, ...]
     line: str
 
+    def differing(self, events: Sequence[Event], field: str) -> str | None:
+        """Return the name of the first parameter whose digests differ between ranks."""
+        values = [event[field] for event in events]
+        if len(set(map(len, values))) != 1:
+            return None
+        names = next((event["names"] for event in events if "names" in event), self.names)
+        for index, digests in enumerate(zip(*values, strict=True)):
+            if None not in digests and len(set(digests)) > 1:
+                return names[index] if len(names) == len(values[0]) else f"parameter {index}"
+        return None
+
 
 @dataclass
 class Epoch:
@@ -139,15 +150,18 @@ class Run:
     def steps(self, kind: str, model: Replicas) -> Iterator[list[Event]]:
         """Yield the events of the model's ranks at each step of each optimizer, in order.
 
+        Each event also has the fields of the model's state.
+
         Args:
             kind: "step" before it, or "stepped" after it.
             model: Model that the optimizer has parameters of.
         """
+        number = str(model.number)
         by_rank: list[dict[tuple[int, int], Event]] = [
             {
-                (e["optimizer"], e["number"]): e
+                (e["optimizer"], e["number"]): e | e["models"][number]
                 for e in self.of(kind, rank)
-                if str(model.number) in e["models"]
+                if number in e["models"]
             }
             for rank in model.ranks
         ]
@@ -159,8 +173,7 @@ class Run:
 
     def hooked(self, model: Replicas) -> bool:
         """Return True if a hook of the program's own replaces the mean of the gradients."""
-        steps = self.steps("stepped", model)
-        return any(e["models"][str(model.number)]["hooked"] for events in steps for e in events)
+        return any(e["hooked"] for events in self.steps("stepped", model) for e in events)
 
     def epochs(self, rank: int) -> dict[tuple[int, int], Epoch]:
         """Return a rank's iterations of data loaders, by loader and number."""
@@ -180,11 +193,16 @@ class Run:
                 latest.trained += 1
         return found
 
-    def reductions(self, model: Replicas, rank: int) -> list[list[Event]]:
-        """Return a rank's backwards of a model, those of an accumulation together.
+    def reductions(self, model: Replicas) -> list[list[list[Event]]]:
+        """Return the backwards of each reduction of a model, by reduction and rank.
 
-        Each has "last" in addition: True if a data loader ended next to it.
+        Those of an accumulation are one reduction. Each has "last" in addition: True if a data
+        loader ended next to it.
         """
+        by_rank = [self._reductions(model, rank) for rank in model.ranks]
+        return [list(ranks) for ranks in zip(*by_rank, strict=False)]
+
+    def _reductions(self, model: Replicas, rank: int) -> list[list[Event]]:
         found: list[list[Event]] = []
         current: list[Event] = []
         ended, previous = False, None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
-from gradwire.check.gradient_checks import differing
 from gradwire.check.records import Check, Event, Finding, Replicas, Run
 
 _FEWEST = 3
@@ -21,17 +21,15 @@ def _shown(names: list[str]) -> str:
 
 def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event] | None:
     """Return parameters that get gradients, are in no optimizer and never change."""
-    steps = [e for e in run.of("stepped", model.ranks[0]) if str(model.number) in e["models"]]
-    states = [e["models"][str(model.number)] for e in steps]
-    if len(states) < _FEWEST or not all(state["unowned"] for state in states):
+    steps = [events[0] for events in run.steps("stepped", model)]
+    if len(steps) < _FEWEST or not all(step["unowned"] for step in steps):
         return None
-    first, last = states[0]["parameters"], states[-1]["parameters"]
+    first, last = steps[0]["parameters"], steps[-1]["parameters"]
     if len(first) != len(last) or len(model.names) != len(first):
         return None
     still = {n for n, a, b in zip(model.names, first, last, strict=True) if a == b is not None}
-    left = [
-        n for n in states[-1]["unowned"] if n in still and all(n in s["unowned"] for s in states)
-    ]
+    still = still.intersection(*(step["unowned"] for step in steps))
+    left = [name for name in model.names if name in still]
     return (left, steps[0]) if left else None
 
 
@@ -52,9 +50,10 @@ class StaleOptimizer(Check):
             found = _left_out(run, model)
             if found is not None:
                 left, at = found
-                foreign = at["models"][str(model.number)]["foreign"]
-                if foreign >= len(left):
-                    text = f"the optimizer has {foreign} parameters that the model does not have"
+                if at["foreign"] >= len(left):
+                    text = (
+                        f"the optimizer has {at['foreign']} parameters that the model does not have"
+                    )
                     yield self.found(text, at, model.ranks, tensor=_shown(left))
 
 
@@ -93,20 +92,24 @@ class ChangedAfterWrapping(Check):
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
             for events in run.steps("stepped", model):
-                late = events[0]["models"][str(model.number)]["late"]
-                if late and differing(events, model, "gradients") in late:
+                late = events[0]["late"]
+                if late and model.differing(events, "gradients") in late:
                     text = f"{len(late)} parameters have gradients of their own on each rank"
-                    yield self.found(
-                        text, events[0], model.ranks, line=model.line, tensor=_shown(late)
-                    )
+                    at = events[0]
+                    yield self.found(text, at, model.ranks, line=model.line, tensor=_shown(late))
                     break
 
 
 def _schedules_before(run: Run, rank: int, step: Event) -> list[Event]:
-    """Return a rank's steps of schedulers before one of its steps."""
-    events = run.events[rank]
-    position = next(i for i, e in enumerate(events) if e is step)
-    return [e for e in events[:position] if e["kind"] == "schedule"]
+    """Return a rank's steps of schedulers before a step of an optimizer."""
+    found = []
+    for event in run.events[rank]:
+        if event["kind"] == "schedule":
+            found.append(event)
+        elif event["kind"] == "stepped" and event["optimizer"] == step["optimizer"]:
+            if event["number"] == step["number"]:
+                break
+    return found
 
 
 class SchedulerOnOneRank(Check):
@@ -153,7 +156,7 @@ class LearningRates(Check):
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
             for events in run.steps("stepped", model):
-                if not all(e["models"][str(model.number)]["owned"] for e in events):
+                if not all(e["owned"] for e in events):
                     continue
                 for field, text in (("rates", "learning rates"), ("options", "options")):
                     values = [e[field] for e in events]
@@ -177,7 +180,7 @@ class OptimizerState(Check):
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
             for events in run.steps("stepped", model):
-                given = [(e["rates"], e["models"][str(model.number)]["gradients"]) for e in events]
+                given = [(e["rates"], e["gradients"]) for e in events]
                 if any(one != given[0] for one in given):
                     break
                 states = [e["state"] for e in events]
@@ -210,7 +213,7 @@ class ParametersDiffer(Check):
             after = list(run.steps("stepped", model))
             if not after or run.hooked(model) or not self._always_reduced(run, model):
                 continue
-            if differing(after[-1], model, "parameters") is None:
+            if model.differing(after[-1], "parameters") is None:
                 continue
             found = self._first(run, model)
             if found is not None:
@@ -234,14 +237,14 @@ class ParametersDiffer(Check):
         afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in run.steps("stepped", model)}
         for events in run.steps("step", model):
             at = events[0]
-            name = differing(events, model, "")
+            name = model.differing(events, "parameters")
             if name is not None:
                 text = f"changed between {previous} and the step at {_short(at['line'])}"
                 return self.found(text, at, model.ranks, tensor=name)
             stepped = afterwards.get((at["optimizer"], at["number"]), events)
-            name = differing(stepped, model, "parameters")
+            name = model.differing(stepped, "parameters")
             if name is not None:
-                cause = differing(stepped, model, "gradients")
+                cause = model.differing(stepped, "gradients")
                 text = "after optimizer.step(), " + (
                     f"whose gradients of {cause} differ" if cause else "with equal gradients"
                 )
@@ -269,37 +272,33 @@ class RandomState(Check):
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
             for a, b in combinations(model.ranks, 2):
-                found = self._forwards(run, model, a, b) or self._batches(run, a, b)
-                if found is not None:
-                    yield found
+                forwards = [self._forwards(run, model, rank) for rank in (a, b)]
+                batches = [
+                    {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", rank)}
+                    for rank in (a, b)
+                ]
+                at, text = self._equal(*forwards), "forwards that draw numbers"
+                if not at or all(one["inputs"] == other["inputs"] for one, other in at):
+                    at, text = self._equal(*batches), "batches whose loading draws numbers"
+                    if any(x[f] == y[f] for x, y in at for f in ("index", "samples")):
+                        continue
+                if at:
+                    text = f"equal random states before all {len(at)} {text}"
+                    yield self.found(text, at[0][0], (a, b))
                     break
 
-    def _forwards(self, run: Run, model: Replicas, a: int, b: int) -> Finding | None:
-        drawn = [
-            {e["number"]: e for e in run.of("drew", r) if e["model"] == model.number}
-            for r in (a, b)
-        ]
-        inputs = [{e["number"]: e["inputs"] for e in run.forwards(model, r)} for r in (a, b)]
-        both = [n for n in drawn[0] if n in drawn[1] and n in inputs[0] and n in inputs[1]]
-        equal = [n for n in both if drawn[0][n]["random"] == drawn[1][n]["random"]]
-        differ = any(inputs[0][n] != inputs[1][n] for n in both)
-        if len(both) < _FEWEST or len(equal) < len(both) or not differ:
-            return None
-        text = f"equal random states before all {len(both)} forwards that draw numbers"
-        return self.found(text, drawn[0][both[0]], (a, b))
+    def _forwards(self, run: Run, model: Replicas, rank: int) -> dict[Any, Event]:
+        """Return a rank's forwards that draw random numbers, with their inputs."""
+        inputs = {e["number"]: {"inputs": e["inputs"]} for e in run.forwards(model, rank)}
+        drew = [e for e in run.of("drew", rank) if e["model"] == model.number]
+        return {e["number"]: e | inputs[e["number"]] for e in drew if e["number"] in inputs}
 
-    def _batches(self, run: Run, a: int, b: int) -> Finding | None:
-        drawn = [
-            {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", r) if e["random"]}
-            for r in (a, b)
-        ]
-        both = [key for key in drawn[0] if key in drawn[1]]
-        equal = [k for k in both if drawn[0][k]["random"] == drawn[1][k]["random"]]
-        differ = all(drawn[0][k][f] != drawn[1][k][f] for k in both for f in ("index", "samples"))
-        if len(both) < _FEWEST or len(equal) < len(both) or not differ:
-            return None
-        text = f"equal random states before all {len(both)} batches whose loading draws numbers"
-        return self.found(text, drawn[0][both[0]], (a, b))
+    def _equal(self, one: dict[Any, Event], other: dict[Any, Event]) -> list[tuple[Event, Event]]:
+        """Return the pairs that draw numbers if they are several with equal random states, or []."""
+        pairs = [(one[key], other[key]) for key in one if key in other]
+        pairs = [(a, b) for a, b in pairs if a["random"] and b["random"]]
+        equal = len(pairs) >= _FEWEST and all(a["random"] == b["random"] for a, b in pairs)
+        return pairs if equal else []
 
 
 class BatchNorm(Check):

@@ -38,6 +38,11 @@ from gradwire.ddp import DistributedDataParallel, Reducer, SyncBatchNorm
 _NOT_BATCH_NORM = (nn.SyncBatchNorm, SyncBatchNorm)
 _BATCH_NORMS_SEEN = 3
 """Number of calls of a batch norm that are written."""
+_REDUCING = ("all_reduce", "all_reduce_coalesced")
+_GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+_WAITING = (*_REDUCING, *_GATHERING, "barrier", "broadcast", "reduce_scatter_tensor", "all_to_all")
+_WAIT_SECONDS = 0.5
+"""Shortest wait in a collective that is written."""
 
 
 class Model:
@@ -111,6 +116,7 @@ class Training:
         self.inside: list[Model] = []
         self.in_backward = False
         self._scheduling = False
+        self._saving_since = 0.0
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
         self._forwards: list[tuple[Model, bool]] = []
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
@@ -123,6 +129,13 @@ class Training:
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
                 observer.patch(scheduler, "step", self._make_schedule)
+        for name in _WAITING:
+            if hasattr(dist, name):
+                observer.patch_everywhere((dist, c10d), name, self._make_collective(name))
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            observer.patch_everywhere((utils, clip_grad), name, self._make_clip(name))
+        observer.around(torch, "save", before=self._saving, after=self._saved)
+        observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
         hooks = (
             register_module_forward_pre_hook(self._called),
             register_optimizer_step_pre_hook(
@@ -275,7 +288,7 @@ class Training:
             optimizer=number,
             number=self._steps[number],
             models={
-                model: [digest(p) for _, p in named]
+                model: {"parameters": [digest(p) for _, p in named]}
                 for model, named in models.items()
                 if any(id(p) in own for _, p in named)
             },
@@ -350,17 +363,100 @@ class Training:
         number = self._schedulers.setdefault(scheduler, len(self._schedulers))
         self._observer.emit("schedule", scheduler=number)
 
+    # -- the program's own collectives, clipping and saving ----------------------------------
+
+    def _make_collective(self, name: str) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                own = self.inside or self.in_backward or torch.compiler.is_compiling()
+                if own or not self._observer.active or self._observer.busy:
+                    return original(*args, **kwargs)  # of a wrapper, or of gradwire
+                self._observer.look(self._called_collective, name, args, kwargs)
+                since = time.monotonic()
+                result = original(*args, **kwargs)
+                self._observer.look(self._left_collective, name, args, since)
+                return result
+
+            return called
+
+        return make
+
+    def _called_collective(self, name: str, args: Any, kwargs: Any) -> None:
+        if name == "barrier":
+            self._observer.emit("barrier")
+        elif name in _REDUCING:
+            tensors = args[0] if args else kwargs.get("tensor")
+            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+                if isinstance(tensor, Tensor) and (of := self._whose_gradient(tensor)):
+                    self._observer.emit("reduced", parameter=of)
+
+    def _whose_gradient(self, tensor: Tensor) -> str:
+        """Return the place of the parameter whose gradient this is; "" if there is none."""
+        if tensor.numel() == 0:
+            return ""
+        for optimizer, number in self.optimizers.items():
+            for index, parameter in enumerate(_parameters(optimizer)):
+                grad = parameter.grad
+                if grad is not None and grad.data_ptr() == tensor.data_ptr():
+                    return f"parameter {index} of optimizer {number}, shape {list(parameter.shape)}"
+        return ""
+
+    def _left_collective(self, name: str, args: Any, since: float) -> None:
+        until = time.monotonic()
+        if until - since > _WAIT_SECONDS:
+            group = dist.group.WORLD
+            timeout = 0.0 if group is None else backend_timeout(group)
+            self._observer.emit("waited", op=name, since=since, until=until, timeout=timeout)
+        if name not in _GATHERING or len(args) < 2 or not isinstance(args[1], Tensor):
+            return
+        outputs = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+        if args[1].requires_grad and not any(t.requires_grad for t in outputs):
+            self.gathered.append((outputs, args[1], user_line()))
+
+    def _make_clip(self, name: str) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                limit = args[0] if args else next(iter(kwargs.values()), None)
+                by_norm = name == "clip_grad_norm_"
+                largest = None if by_norm else self._observer.look(_largest_gradient, given)
+                result = original(given, *args, **kwargs)
+                self._observer.look(self._clipped, name, limit, result if by_norm else largest)
+                return result
+
+            return clip
+
+        return make
+
+    def _clipped(self, name: str, limit: Any, before: Any) -> None:
+        if isinstance(limit, (int, float, Tensor)) and float(before) > float(limit):
+            self._observer.emit("clipped", function=name, before=float(before), limit=float(limit))
+
+    def _saving(self, *_: Any, **__: Any) -> None:
+        self._saving_since = time.monotonic()
+
+    def _saved(self, *_: Any, **__: Any) -> None:
+        self._observer.emit("saved", since=self._saving_since, until=time.monotonic())
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
 
 def _ids(optimizer: Any) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return set(map(id, _parameters(optimizer)))
+
+
+def _largest_gradient(parameters: list[Tensor]) -> float:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return max((float(grad.abs().max()) for grad in gradients), default=0.0)
 
 
 def _optimizer_state(optimizer: Any) -> list[list[Any]]:
     """Return parameter, name and digest of each tensor of an optimizer's state."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [
         [index, key, digest(value)]
-        for index, p in enumerate(parameters)
+        for index, p in enumerate(_parameters(optimizer))
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor)
     ]
@@ -376,122 +472,9 @@ def _sends_buffers(wrapper: Any) -> bool:
     """Return True if a forward without gradients may broadcast buffers."""
     if not any(True for _ in wrapper.module.buffers()):
         return False
-    syncs = getattr(wrapper, "broadcast_buffers", True) or getattr(
-        wrapper, "forward_sync_buffers", False
-    )
+    later = getattr(wrapper, "forward_sync_buffers", False)
+    syncs = getattr(wrapper, "broadcast_buffers", True) or later
     return bool(syncs) and bool(getattr(wrapper, "sync_buffers_in_eval", True))
-
-
-_REDUCING = ("all_reduce", "all_reduce_coalesced")
-_GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
-_WAITING = (*_REDUCING, *_GATHERING, "barrier", "broadcast", "reduce_scatter_tensor", "all_to_all")
-_WAIT_SECONDS = 0.5
-"""Shortest wait in a collective that is written."""
-
-
-def observe_process(observer: Observer, training: Training) -> None:
-    """Write events for the program's own collectives, and for what it does to gradients."""
-    for name in _WAITING:
-        if hasattr(dist, name):
-            observer.patch_everywhere((dist, c10d), name, _collective(observer, training, name))
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        observer.patch_everywhere((utils, clip_grad), name, _clipping(observer, name))
-    began: list[float] = []
-
-    def saved(*_: Any, **__: Any) -> None:
-        observer.emit("saved", since=began.pop(), until=time.monotonic())
-
-    def saving(*_: Any, **__: Any) -> None:
-        began[:] = [time.monotonic()]
-
-    observer.around(torch, "save", before=saving, after=saved)
-    observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
-
-
-def _collective(observer: Observer, training: Training, name: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            own = training.inside or training.in_backward or torch.compiler.is_compiling()
-            if own or not observer.active or observer.busy:  # of a wrapper, or of gradwire
-                return original(*args, **kwargs)
-            observer.look(_before, observer, training, name, args, kwargs)
-            since = time.monotonic()
-            result = original(*args, **kwargs)
-            until = time.monotonic()
-            if until - since > _WAIT_SECONDS:
-                observer.look(_waited, observer, name, since, until)
-            if name in _GATHERING:
-                observer.look(_gathered, training, args, kwargs)
-            return result
-
-        return called
-
-    return make
-
-
-def _before(observer: Observer, training: Training, name: str, args: Any, kwargs: Any) -> None:
-    if name == "barrier":
-        observer.emit("barrier")
-    elif name in _REDUCING:
-        tensors = args[0] if args else kwargs.get("tensor")
-        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            if isinstance(tensor, Tensor) and (of := _whose_gradient(training, tensor)):
-                observer.emit("reduced", parameter=of)
-
-
-def _whose_gradient(training: Training, tensor: Tensor) -> str:
-    """Return the place of the parameter whose gradient this is; "" if there is none."""
-    if tensor.numel() == 0:
-        return ""
-    for optimizer, number in training.optimizers.items():
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for index, parameter in enumerate(parameters):
-            grad = parameter.grad
-            if grad is not None and grad.data_ptr() == tensor.data_ptr():
-                return f"parameter {index} of optimizer {number}, shape {list(parameter.shape)}"
-    return ""
-
-
-def _waited(observer: Observer, name: str, since: float, until: float) -> None:
-    group = dist.group.WORLD
-    timeout = 0.0 if group is None else backend_timeout(group)
-    observer.emit("waited", op=name, since=since, until=until, timeout=timeout)
-
-
-def _gathered(training: Training, args: Any, kwargs: Any) -> None:
-    """Keep the outputs of a gather whose input needs a gradient, until backward."""
-    if len(args) < 2 or not isinstance(args[1], Tensor) or not args[1].requires_grad:
-        return
-    outputs = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-    if not any(t.requires_grad for t in outputs):
-        training.gathered.append((outputs, args[1], user_line()))
-
-
-def _clipping(observer: Observer, name: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            limit = args[0] if args else next(iter(kwargs.values()), None)
-            largest = observer.look(_largest, name, given)
-            result = original(given, *args, **kwargs)
-            observer.look(_clipped, observer, name, result, limit, largest)
-            return result
-
-        return clip
-
-    return make
-
-
-def _largest(name: str, parameters: list[Tensor]) -> float:
-    if name == "clip_grad_norm_":
-        return 0.0
-    return max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
-
-
-def _clipped(observer: Observer, name: str, norm: Any, limit: Any, largest: Any) -> None:
-    before = float(norm) if name == "clip_grad_norm_" else float(largest or 0.0)
-    if isinstance(limit, (int, float, Tensor)) and before > float(limit):
-        observer.emit("clipped", function=name, before=before, limit=float(limit))
 
 
 _THROUGH = (
@@ -540,39 +523,22 @@ def _walk(at: tuple[Any, int], factor: float, found: list[dict[str, Any]], depth
     elif name.startswith("Neg"):
         _walk(inputs[0], -factor, found, depth + 1)
     elif name.startswith("Mul"):
-        scaled = _scaled(node, inputs)
-        if scaled is not None:
-            _walk(scaled[0], factor * scaled[1], found, depth + 1)
+        variable = [i for i, (inner, _) in enumerate(inputs) if inner is not None]
+        if len(variable) == 1:  # the other is a constant
+            by = _number(node, "other" if variable == [0] else "self")
+            if by is not None:
+                _walk(inputs[variable[0]], factor * by, found, depth + 1)
     elif name.startswith("Div"):
-        _walk_quotient(node, inputs, factor, found, depth)
+        constant = inputs[0][0] is not None and (len(inputs) < 2 or inputs[1][0] is None)
+        by = _number(node, "other") if constant else None
+        if by and _is_sum(inputs[0][0], 0):
+            found.append({"count": by, "factor": factor, "builtin": False})
+        elif by:
+            _walk(inputs[0], factor / by, found, depth + 1)
     elif name.startswith(_THROUGH) and inputs:
-        at = inputs[min(output, len(inputs) - 1)]
-        _walk(at, factor, found, depth + 1)
+        _walk(inputs[min(output, len(inputs) - 1)], factor, found, depth + 1)
     elif (count := _count(node, name)) is not None:
         found.append({"count": count, "factor": factor, "builtin": True})
-
-
-def _scaled(node: Any, inputs: Any) -> tuple[Any, float] | None:
-    """Return the factor of a product that needs a gradient, and the value of the other."""
-    variable = [i for i, (inner, _) in enumerate(inputs) if inner is not None]
-    if len(variable) != 1:
-        return None
-    by = _number(node, "other" if variable[0] == 0 else "self")
-    return None if by is None else (inputs[variable[0]], by)
-
-
-def _walk_quotient(
-    node: Any, inputs: Any, factor: float, found: list[dict[str, Any]], depth: int
-) -> None:
-    if inputs[0][0] is None or (len(inputs) > 1 and inputs[1][0] is not None):
-        return
-    by = _number(node, "other")
-    if by is None or by == 0.0:
-        return
-    if _is_sum(inputs[0][0], 0):
-        found.append({"count": by, "factor": factor, "builtin": False})
-    else:
-        _walk(inputs[0], factor / by, found, depth + 1)
 
 
 def _is_sum(node: Any, depth: int) -> bool:
