@@ -29,7 +29,7 @@ class _Loader:
 
 
 @dataclass
-class _Epoch:
+class _Iteration:
     """One iteration of a loader.
 
     Attributes:
@@ -74,7 +74,7 @@ class _DataProbe:
         self._observer = observer
         self._numbers = itertools.count()
         self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
-        self._epochs: WeakKeyDictionary[Any, _Epoch] = WeakKeyDictionary()
+        self._epochs: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
         self._early: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
     def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
@@ -83,7 +83,7 @@ class _DataProbe:
 
     def begin(self, iterator: Any, loader: Any) -> None:
         known = self._loaders.get(loader) or self.add(loader)  # made before observing began
-        epoch = self._epochs[iterator] = _Epoch(known, known.epochs)
+        epoch = self._epochs[iterator] = _Iteration(known, known.epochs)
         epoch.indices.extend(self._early.pop(iterator, ()))
         known.epochs += 1
         sampler = _innermost_sampler(loader)

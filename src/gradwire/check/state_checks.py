@@ -50,10 +50,9 @@ class StaleOptimizer(Check):
             found = _left_out(run, model)
             if found is not None:
                 left, at = found
-                if at["foreign"] >= len(left):
-                    text = (
-                        f"the optimizer has {at['foreign']} parameters that the model does not have"
-                    )
+                foreign = at["foreign"]
+                if foreign >= len(left):
+                    text = f"the optimizer has {foreign} parameters that the model does not have"
                     yield self.found(text, at, model.ranks, tensor=_shown(left))
 
 
@@ -106,9 +105,8 @@ def _schedules_before(run: Run, rank: int, step: Event) -> list[Event]:
     for event in run.events[rank]:
         if event["kind"] == "schedule":
             found.append(event)
-        elif event["kind"] == "stepped" and event["optimizer"] == step["optimizer"]:
-            if event["number"] == step["number"]:
-                break
+        elif all(event.get(name) == step[name] for name in ("kind", "optimizer", "number")):
+            break
     return found
 
 
@@ -294,7 +292,7 @@ class RandomState(Check):
         return {e["number"]: e | inputs[e["number"]] for e in drew if e["number"] in inputs}
 
     def _equal(self, one: dict[Any, Event], other: dict[Any, Event]) -> list[tuple[Event, Event]]:
-        """Return the pairs that draw numbers if they are several with equal random states, or []."""
+        """Return the pairs that draw numbers if several do, all with equal random states."""
         pairs = [(one[key], other[key]) for key in one if key in other]
         pairs = [(a, b) for a, b in pairs if a["random"] and b["random"]]
         equal = len(pairs) >= _FEWEST and all(a["random"] == b["random"] for a, b in pairs)
