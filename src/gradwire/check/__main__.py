@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gradwire.check.data import observe_data
+from gradwire.check.data import DataProbe
 from gradwire.check.observer import Observer
 from gradwire.check.training_probes import Training
 
@@ -16,7 +16,7 @@ from gradwire.check.training_probes import Training
 def observed(folder: Path, rank: int, *, steps: int = 0) -> Iterator[None]:
     """Record what this process does, by all probes; see `Observer` for the arguments."""
     with Observer(folder, rank, steps=steps) as observer:
-        observe_data(observer)
+        DataProbe(observer)
         Training(observer)
         yield
 

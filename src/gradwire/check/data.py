@@ -45,37 +45,32 @@ class _Iteration:
     random: int = 0
 
 
-def observe_data(observer: Observer) -> None:
-    """Write an event for each loader's iteration, for each batch, and for its end."""
-    probe = _DataProbe(observer)
-    base = loaders._BaseDataLoaderIter
+class DataProbe:
+    """Observation of data loaders: an event for each iteration, for each batch, and for its end."""
 
-    def make_next(original: Any) -> Any:
-        def following(self: Any) -> Any:
-            observer.look(probe.before, self)
-            try:
-                batch = original(self)
-            except StopIteration:
-                observer.look(probe.exhausted, self)
-                raise
-            observer.look(probe.drawn, self, batch)
-            return batch
-
-        return following
-
-    observer.around(DataLoader, "__init__", before=probe.add)
-    observer.around(DataLoader, "__iter__", after=probe.begin)
-    observer.patch(base, "__next__", make_next)
-    observer.around(base, "_next_index", after=probe.requested)
-
-
-class _DataProbe:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._numbers = itertools.count()
         self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._epochs: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
         self._early: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        observer.around(DataLoader, "__init__", before=self.add)
+        observer.around(DataLoader, "__iter__", after=self.begin)
+        observer.patch(loaders._BaseDataLoaderIter, "__next__", self._make_next)
+        observer.around(loaders._BaseDataLoaderIter, "_next_index", after=self.requested)
+
+    def _make_next(self, original: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            self._observer.look(self.before, iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self._observer.look(self.exhausted, iterator)
+                raise
+            self._observer.look(self.drawn, iterator, batch)
+            return batch
+
+        return following
 
     def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
         known = self._loaders[loader] = _Loader(next(self._numbers), user_line())

@@ -222,16 +222,17 @@ def _scaling_line(near: str, division: bool) -> str:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ""
-    nodes = list(_function_around(tree, int(number)))
-    names = {
-        ast.unparse(target)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target, value in _pairs(node.targets[0], node.value)
-        if _means_world_size(value, set())
-    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets, values = [node.targets[0]], [node.value]
+            if isinstance(targets[0], ast.Tuple) and isinstance(values[0], ast.Tuple):
+                targets, values = targets[0].elts, values[0].elts
+            for target, value in zip(targets, values, strict=False):
+                if _means_world_size(value, set()):
+                    names.add(ast.unparse(target))
     op = ast.Div if division else ast.Mult
-    for node in nodes:
+    for node in _function_around(tree, int(number)):
         sides: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, ast.AugAssign) and isinstance(node.op, op):
             sides = [(node.target, node.value)]
@@ -258,13 +259,6 @@ def _function_around(tree: ast.AST, line: int) -> Iterator[ast.AST]:
         node = waiting.pop()
         yield node
         waiting += [n for n in ast.iter_child_nodes(node) if not isinstance(n, functions)]
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Return the targets and values of an assignment, of tuples one by one."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        return list(zip(target.elts, value.elts, strict=False))
-    return [(target, value)]
 
 
 def _means_world_size(node: ast.expr, names: set[str]) -> bool:

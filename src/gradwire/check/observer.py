@@ -17,7 +17,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,12 +68,7 @@ class Observer:
         self.active = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self.emit("end" if ended_well else "error", error="" if ended_well else repr(error)[:500])
         self.active = False
