@@ -109,7 +109,6 @@ class Training:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._steps: dict[int, int] = {}
         self.models: dict[int, Model] = {}
         self._made = 0
@@ -138,10 +137,8 @@ class Training:
         observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
         hooks = (
             register_module_forward_pre_hook(self._called),
-            register_optimizer_step_pre_hook(
-                lambda optimizer, *_: observer.look(self._step, optimizer)
-            ),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
+            register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)),
+            register_optimizer_step_post_hook(lambda own, *_: self._stepped(own)),
         )
         for hook in hooks:
             observer.undo_at_end(hook.remove)
@@ -212,9 +209,8 @@ class Training:
     def _left(self, model: Model, before: int) -> None:
         after = random_state()
         if after != before and model.wrapper.module.training:
-            self._observer.emit(
-                "drew", model=model.number, number=model.forwards - 1, random=before
-            )
+            number = model.forwards - 1
+            self._observer.emit("drew", model=model.number, number=number, random=before)
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """Observe a call of a module: a wrapped one around its wrapper, or a batch norm."""
@@ -230,11 +226,11 @@ class Training:
                     self._observer.look(self._around, model)
 
     def _batch_norm(self, module: nn.Module, args: Any) -> None:
-        name = self.inside[-1].norm(module)
+        model = self.inside[-1]
+        name = model.norm(module)
         if name is not None and args and isinstance(args[0], Tensor):
-            self._observer.emit(
-                "batch_norm", model=self.inside[-1].number, name=name, samples=len(args[0])
-            )
+            size = len(args[0])
+            self._observer.emit("batch_norm", model=model.number, name=name, samples=size)
 
     def _around(self, model: Model) -> None:
         self._observer.emit("around", model=model.number)
@@ -276,23 +272,17 @@ class Training:
         if known is None:
             known = self.optimizers[optimizer] = len(self._steps)
             self._steps[known] = 0
-            self._observer.emit("optimizer", optimizer=known)
         return known
 
     def _step(self, optimizer: Any) -> None:
-        number = self._number(optimizer)
-        own = _ids(optimizer)
-        models = {m.number: m.trainable() for m in self._living()}
-        self._observer.emit(
-            "step",
-            optimizer=number,
-            number=self._steps[number],
-            models={
-                model: {"parameters": [digest(p) for _, p in named]}
-                for model, named in models.items()
-                if any(id(p) in own for _, p in named)
-            },
-        )
+        number, own = self._number(optimizer), _ids(optimizer)
+        models = {}
+        for model in self._living():
+            parameters = [p for _, p in model.trainable()]
+            if not own.isdisjoint(map(id, parameters)):
+                models[model.number] = {"parameters": [digest(p) for p in parameters]}
+        count = self._steps[number]
+        self._observer.emit("step", optimizer=number, number=count, models=models)
 
     def _living(self) -> list[Model]:
         return [model for model in self.models.values() if model.wrapper is not None]
@@ -354,14 +344,13 @@ class Training:
                 result = original(scheduler, *args, **kwargs)
             finally:
                 self._scheduling = False
-            self._observer.look(self._scheduled, scheduler)
+            self._observer.look(self._scheduled)
             return result
 
         return step
 
-    def _scheduled(self, scheduler: Any) -> None:
-        number = self._schedulers.setdefault(scheduler, len(self._schedulers))
-        self._observer.emit("schedule", scheduler=number)
+    def _scheduled(self) -> None:
+        self._observer.emit("schedule")
 
     # -- the program's own collectives, clipping and saving ----------------------------------
 
