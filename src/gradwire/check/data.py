@@ -177,17 +177,16 @@ class SameBatches(Check):
     )
     explains = ("shared-samples",)
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
-            for a, b in combinations(model.ranks, 2):
-                both = list(zip(inputs[a], inputs[b], strict=False))
-                same = all(x == y and x for x, y in both)
-                if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
-                    at = run.forwards(model, b)[0]
-                    text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
-                    yield self.found(text, at, (a, b), line=_loader_line(run, b))
-                    break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
+        for a, b in combinations(model.ranks, 2):
+            both = list(zip(inputs[a], inputs[b], strict=False))
+            same = all(x == y and x for x, y in both)
+            if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
+                at = run.forwards(model, b)[0]
+                text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
+                yield self.found(text, at, (a, b), line=_loader_line(run, b))
+                break
 
 
 class SameOrder(Check):
@@ -337,15 +336,14 @@ class SamplerSeed(Check):
     )
     explains = ("shared-samples", "same-order")
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            epochs = [run.epochs(rank) for rank in model.ranks]
-            for key in epochs[0]:
-                found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
-                if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
-                    continue
-                seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
-                if len(set(seeds)) > 1:
-                    text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
-                    yield self.found(text, found[0], model.ranks, line=found[0]["made"])
-                    break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        epochs = [run.epochs(rank) for rank in model.ranks]
+        for key in epochs[0]:
+            found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
+            if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
+                continue
+            seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
+            if len(set(seeds)) > 1:
+                text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
+                yield self.found(text, found[0], model.ranks, line=found[0]["made"])
+                break

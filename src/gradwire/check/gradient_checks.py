@@ -26,19 +26,18 @@ class AroundWrapper(Check):
     remedy = "Call the wrapper: model(x) instead of model.module(x)"
     explains = ("parameters-differ",)
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            calls = {rank: self._calls(run, model, rank) for rank in model.ranks}
-            for events in run.steps("stepped", model):
-                at = [
-                    calls[r].get((e["optimizer"], e["number"]))
-                    for r, e in zip(model.ranks, events, strict=True)
-                ]
-                name = model.differing(events, "gradients")
-                if name is not None and None not in at and at[0] is not None:
-                    text = "the gradients differ between ranks"
-                    yield self.found(text, at[0], model.ranks, tensor=name)
-                    break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        calls = {rank: self._calls(run, model, rank) for rank in model.ranks}
+        for events in run.steps("stepped", model):
+            at = [
+                calls[r].get((e["optimizer"], e["number"]))
+                for r, e in zip(model.ranks, events, strict=True)
+            ]
+            name = model.differing(events, "gradients")
+            if name is not None and None not in at and at[0] is not None:
+                text = "the gradients differ between ranks"
+                yield self.found(text, at[0], model.ranks, tensor=name)
+                break
 
     def _calls(self, run: Run, model: Replicas, rank: int) -> dict[tuple[int, int], Event]:
         """Return the calls around the wrapper that each step's gradients come from alone."""
@@ -184,24 +183,21 @@ class ScaledByWorldSize(Check):
     finds = "the loss is scaled by the world size, although the wrapper averages gradients"
     remedy = "Leave the factor out: after backward, gradients are the mean over ranks"
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            reductions = [micro for ranks in run.reductions(model) for micro in ranks]
-            events = [event for micro in reductions for event in micro]
-            if not events or run.any("weight") or any(e["hooked"] for e in events):
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        reductions = [micro for ranks in run.reductions(model) for micro in ranks]
+        events = [event for micro in reductions for event in micro]
+        if not events or run.any("weight") or any(e["hooked"] for e in events):
+            return
+        steps = Counter(map(len, reductions)).most_common(1)[0][0]
+        factors = {t["factor"] for e in events for t in e["terms"] if t["builtin"]}
+        for factor in factors if len(factors) == 1 else ():
+            division = self._is_scaled(abs(factor), steps, len(model.ranks))
+            if division is None:
                 continue
-            steps = Counter(map(len, reductions)).most_common(1)[0][0]
-            factors = {t["factor"] for e in events for t in e["terms"] if t["builtin"]}
-            for factor in factors if len(factors) == 1 else ():
-                division = self._is_scaled(abs(factor), steps, len(model.ranks))
-                if division is None:
-                    continue
-                line = _scaling_line(events[0]["line"], division)
-                if line:
-                    text = (
-                        f"a mean is {'divided' if division else 'multiplied'} by {len(model.ranks)}"
-                    )
-                    yield self.found(text, events[0], model.ranks, line=line)
+            line = _scaling_line(events[0]["line"], division)
+            if line:
+                text = f"a mean is {'divided' if division else 'multiplied'} by {len(model.ranks)}"
+                yield self.found(text, events[0], model.ranks, line=line)
 
     def _is_scaled(self, factor: float, steps: int, ranks: int) -> bool | None:
         """Return True for a division by the ranks, False for a multiplication, None for neither."""
@@ -278,14 +274,13 @@ class SyncedMicroSteps(Check):
     finds = "gradient accumulation communicates in every micro-step"
     remedy = "Run all but the last micro-step in `with model.no_sync():`, its forward included"
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            windows = self._windows(run.events[model.ranks[0]], model)
-            several = [w for w in windows if len(w) > 1 and len({e["line"] for e in w}) == 1]
-            if len(several) >= 2 and len(several) >= len(windows) / 2:
-                count = len(several[0])
-                text = f"{count} reductions before each step, of which {count - 1} are not needed"
-                yield self.found(text, several[0][0], model.ranks)
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        windows = self._windows(run.events[model.ranks[0]], model)
+        several = [w for w in windows if len(w) > 1 and len({e["line"] for e in w}) == 1]
+        if len(several) >= 2 and len(several) >= len(windows) / 2:
+            count = len(several[0])
+            text = f"{count} reductions before each step, of which {count - 1} are not needed"
+            yield self.found(text, several[0][0], model.ranks)
 
     def _windows(self, events: Any, model: Replicas) -> list[list[Event]]:
         """Return the reduced backwards before each step that add to the ones before them."""

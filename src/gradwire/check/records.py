@@ -249,7 +249,12 @@ class Check:
         return " ".join((self.__doc__ or "").partition("\n\n")[2].split())
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        """Yield what a run shows."""
+        """Yield what a run shows, by default of each model."""
+        for model in run.replicas():
+            yield from self.conclude_on(run, model)
+
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        """Yield what a run shows of a model."""
         raise NotImplementedError
 
     def found(

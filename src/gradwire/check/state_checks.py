@@ -45,15 +45,14 @@ class StaleOptimizer(Check):
     remedy = "Make the optimizer after the model's parameters have been replaced or converted"
     explains = ("no-optimizer",)
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            found = _left_out(run, model)
-            if found is not None:
-                left, at = found
-                foreign = at["foreign"]
-                if foreign >= len(left):
-                    text = f"the optimizer has {foreign} parameters that the model does not have"
-                    yield self.found(text, at, model.ranks, tensor=_shown(left))
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        found = _left_out(run, model)
+        if found is not None:
+            left, at = found
+            foreign = at["foreign"]
+            if foreign >= len(left):
+                text = f"the optimizer has {foreign} parameters that the model does not have"
+                yield self.found(text, at, model.ranks, tensor=_shown(left))
 
 
 class NoOptimizer(Check):
@@ -66,13 +65,12 @@ class NoOptimizer(Check):
     finds = "parameters get gradients but are in no optimizer"
     remedy = "Pass them to the optimizer, or set requires_grad=False before wrapping"
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            found = _left_out(run, model)
-            if found is not None and len(found[0]) < len(model.names) / 2:
-                left, at = found
-                text = f"{len(left)} of {len(model.names)} parameters never change"
-                yield self.found(text, at, model.ranks, tensor=_shown(left))
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        found = _left_out(run, model)
+        if found is not None and len(found[0]) < len(model.names) / 2:
+            left, at = found
+            text = f"{len(left)} of {len(model.names)} parameters never change"
+            yield self.found(text, at, model.ranks, tensor=_shown(left))
 
 
 class ChangedAfterWrapping(Check):
@@ -88,15 +86,14 @@ class ChangedAfterWrapping(Check):
     )
     explains = ("parameters-differ",)
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            for events in run.steps("stepped", model):
-                late = events[0]["late"]
-                if late and model.differing(events, "gradients") in late:
-                    text = f"{len(late)} parameters have gradients of their own on each rank"
-                    at = events[0]
-                    yield self.found(text, at, model.ranks, line=model.line, tensor=_shown(late))
-                    break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        for events in run.steps("stepped", model):
+            late = events[0]["late"]
+            if late and model.differing(events, "gradients") in late:
+                text = f"{len(late)} parameters have gradients of their own on each rank"
+                at = events[0]
+                yield self.found(text, at, model.ranks, line=model.line, tensor=_shown(late))
+                break
 
 
 def _schedules_before(run: Run, rank: int, step: Event) -> list[Event]:
@@ -121,20 +118,17 @@ class SchedulerOnOneRank(Check):
     remedy = "Step the scheduler on every rank"
     explains = ("learning-rates", "parameters-differ")
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            for events in run.steps("stepped", model):
-                if len({tuple(e["rates"]) for e in events}) == 1:
-                    continue
-                done = [
-                    _schedules_before(run, r, e) for r, e in zip(model.ranks, events, strict=True)
-                ]
-                counts = [len(steps) for steps in done]
-                if len(set(counts)) > 1:
-                    most = done[counts.index(max(counts))][-1]
-                    text = f"steps of schedulers by rank: {counts}"
-                    yield self.found(text, events[0], model.ranks, line=most["line"])
-                break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        for events in run.steps("stepped", model):
+            if len({tuple(e["rates"]) for e in events}) == 1:
+                continue
+            done = [_schedules_before(run, r, e) for r, e in zip(model.ranks, events, strict=True)]
+            counts = [len(steps) for steps in done]
+            if len(set(counts)) > 1:
+                most = done[counts.index(max(counts))][-1]
+                text = f"steps of schedulers by rank: {counts}"
+                yield self.found(text, events[0], model.ranks, line=most["line"])
+            break
 
 
 class LearningRates(Check):
@@ -206,16 +200,15 @@ class ParametersDiffer(Check):
         "them afterwards"
     )
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            after = list(run.steps("stepped", model))
-            if not after or run.hooked(model) or not self._always_reduced(run, model):
-                continue
-            if model.differing(after[-1], "parameters") is None:
-                continue
-            found = self._first(run, model)
-            if found is not None:
-                yield found
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        after = list(run.steps("stepped", model))
+        if not after or run.hooked(model) or not self._always_reduced(run, model):
+            return
+        if model.differing(after[-1], "parameters") is None:
+            return
+        found = self._first(run, model)
+        if found is not None:
+            yield found
 
     def _always_reduced(self, run: Run, model: Replicas) -> bool:
         """Return True if each step of each rank follows a reduced backward."""
@@ -267,23 +260,22 @@ class RandomState(Check):
     remedy = "Seed each rank differently after the model is built: torch.manual_seed(seed + rank)"
     on_request = True  # trainers that seed all ranks alike work, with noise that is less diverse
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            for a, b in combinations(model.ranks, 2):
-                forwards = [self._forwards(run, model, rank) for rank in (a, b)]
-                batches = [
-                    {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", rank)}
-                    for rank in (a, b)
-                ]
-                at, text = self._equal(*forwards), "forwards that draw numbers"
-                if not at or all(one["inputs"] == other["inputs"] for one, other in at):
-                    at, text = self._equal(*batches), "batches whose loading draws numbers"
-                    if any(x[f] == y[f] for x, y in at for f in ("index", "samples")):
-                        continue
-                if at:
-                    text = f"equal random states before all {len(at)} {text}"
-                    yield self.found(text, at[0][0], (a, b))
-                    break
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        for a, b in combinations(model.ranks, 2):
+            forwards = [self._forwards(run, model, rank) for rank in (a, b)]
+            batches = [
+                {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", rank)}
+                for rank in (a, b)
+            ]
+            at, text = self._equal(*forwards), "forwards that draw numbers"
+            if not at or all(one["inputs"] == other["inputs"] for one, other in at):
+                at, text = self._equal(*batches), "batches whose loading draws numbers"
+                if any(x[f] == y[f] for x, y in at for f in ("index", "samples")):
+                    continue
+            if at:
+                text = f"equal random states before all {len(at)} {text}"
+                yield self.found(text, at[0][0], (a, b))
+                break
 
     def _forwards(self, run: Run, model: Replicas, rank: int) -> dict[Any, Event]:
         """Return a rank's forwards that draw random numbers, with their inputs."""
@@ -312,18 +304,17 @@ class BatchNorm(Check):
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
     )
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        for model in run.replicas():
-            calls = [
-                [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
-                for rank in model.ranks
-            ]
-            few = all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls)
-            if few:
-                at = calls[0][0]
-                names = sorted({e["name"] for c in calls for e in c})
-                text = f"{at['samples']} samples per rank"
-                yield self.found(text, at, model.ranks, tensor=_shown(names))
+    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
+        calls = [
+            [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
+            for rank in model.ranks
+        ]
+        few = all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls)
+        if few:
+            at = calls[0][0]
+            names = sorted({e["name"] for c in calls for e in c})
+            text = f"{at['samples']} samples per rank"
+            yield self.found(text, at, model.ranks, tensor=_shown(names))
 
 
 class EvaluationOnOneRank(Check):
