@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ from gradwire.collectives.validation import (
     sizes_of_split,
 )
 from gradwire.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @register_plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ from gradwire.collectives.validation import (
     resolve_group,
 )
 from gradwire.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ReductionCollective(LinearCollective):

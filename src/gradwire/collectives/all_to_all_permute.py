@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from gradwire.collectives.validation import (
     valid_sizes,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @register_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -49,9 +49,6 @@ from gradwire.collectives.validation import (
     valid_sizes,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @register_plan
