@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.shm.memory import segment
+from gradwire.shm import segment
 
 __all__ = ["bare_passes", "shared_by_two"]
 

@@ -317,7 +317,7 @@ _add("slow_rank", "slow", "slow rank", steps=8, before="time.sleep(0.4 if bad el
 _add("slow_link", "slow", "slow transfer", steps=8, nobody=True, backends=("shm",),
      top="""
 if bad:
-    from gradwire.shm.memory.group_segment import Semaphores
+    from gradwire.shm.semaphores import Semaphores
     post = Semaphores.post
     def late(self, peers):
         time.sleep(0.03)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire._limits import check_available, cores
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
-from gradwire.shm.memory import segment
+from gradwire.shm import segment
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30

@@ -25,7 +25,7 @@ from gradwire.errors import (
     MismatchError,
     PeerLostError,
 )
-from gradwire.shm.memory import segment
+from gradwire.shm import segment
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 

@@ -28,9 +28,8 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.meeting.forming import Forming, of_ranks
-from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
 from gradwire.shm.register import make_backend, shm_backend_of
+from gradwire.shm.rendezvous import Forming, Listener, connect_by_name, of_ranks
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0

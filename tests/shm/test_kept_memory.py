@@ -20,7 +20,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.runtime.work import ShmWork, without_frames
+from gradwire.shm.work import ShmWork, without_frames
 from gradwire.testing import run_ranks
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import gradwire
 from gradwire.errors import ArgumentError, MismatchError
 from gradwire.recorder.flight_record import flight_record
-from gradwire.shm.algorithms.arithmetic import OPS, check_reduction
-from gradwire.shm.memory.header import DTYPES
+from gradwire.shm.header import DTYPES
+from gradwire.shm.reduction import OPS, check_reduction
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 

@@ -27,9 +27,9 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.meeting import links as links_module
-from gradwire.shm.meeting.links import Kind, Links, Message
-from gradwire.shm.meeting.regions import Regions
+from gradwire.shm import links as links_module
+from gradwire.shm.links import Kind, Links, Message
+from gradwire.shm.regions import Regions
 from gradwire.shm.register import make_backend, shm_backend_of
 from gradwire.testing import run_ranks
 

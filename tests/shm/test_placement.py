@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.shm.memory.group_segment import PLACE_BYTES, Placement
+from gradwire.shm import semaphores
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.runtime import sync
-from gradwire.shm.runtime.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
+from gradwire.shm.semaphores import PLACE_BYTES, SEMAPHORE_BYTES, Placement, Semaphore, spins_beside
 from gradwire.testing import run_ranks
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
@@ -69,7 +68,7 @@ def waits_on_one_core(core: int) -> bool:
     group = dist.new_group(backend="shm")
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     state = shm_backend_of(group)._group.state
-    assert state._spins == sync._SPINS
+    assert state._spins == semaphores._SPINS
     dist.barrier()
     with pinned_to(core):
         for count in (1, 1 << 14, 1 << 19):
@@ -102,7 +101,7 @@ def test_a_rank_spins_longer_for_a_peer_on_other_cores() -> None:
         with pinned_to(first):
             assert spins_beside(other.pid) == 1, "it may use all cores"
             os.sched_setaffinity(other.pid, {second})
-            assert spins_beside(other.pid) > sync._SPINS
+            assert spins_beside(other.pid) > semaphores._SPINS
             assert spins_beside(0) == 1, "not in this namespace"
     finally:
         other.communicate(b"\n", timeout=20)

@@ -24,12 +24,10 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm.group import point_to_point, process_group
-from gradwire.shm.memory import segment
-from gradwire.shm.messages import arrivals, message_ring, outgoing
-from gradwire.shm.messages.incoming import Incoming
-from gradwire.shm.messages.mailbox import Mailbox
-from gradwire.shm.messages.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
+from gradwire.shm import arrivals, message_ring, point_to_point, process_group, segment
+from gradwire.shm.arrivals import Mailbox
+from gradwire.shm.incoming import Incoming
+from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
@@ -154,14 +152,14 @@ def to_a_busy_receiver(sizes):
     if dist.get_rank() == 0:
         dist.send(torch.zeros(1), 1)  # makes the ring
         store.wait(["busy"], timedelta(seconds=20))
-        rests, send_rest = [], outgoing.Outgoing._send_rest
+        rests, send_rest = [], message_ring.Outgoing._send_rest
 
         def counted(*arguments):
             rests.append(arguments)
             send_rest(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(outgoing.Outgoing, "_send_rest", counted)
+            patch.setattr(message_ring.Outgoing, "_send_rest", counted)
             for number, nbytes in enumerate(sizes):
                 dist.send(content(number, nbytes, torch.uint8), 1)
         store.set("sent", "")
@@ -710,7 +708,7 @@ def test_invalid_fragments_are_refused(fields):
 
 
 def test_patience_is_longer_than_python_s_switch_of_threads():
-    assert outgoing._PATIENCE > 0.005
+    assert message_ring._PATIENCE > 0.005
 
 
 # -- what must not make a receiver wait --------------------------------------------------------
@@ -754,10 +752,10 @@ def rest_without_memory():
             raise DistributedError("not enough memory")
 
         store.wait(["busy"], timedelta(seconds=20))
-        create, outgoing.segment.create = outgoing.segment.create, no_memory
+        create, message_ring.segment.create = message_ring.segment.create, no_memory
         with pytest.raises(DistributedError, match="not enough memory"):
             dist.send(torch.zeros(RING_BYTES), 1)
-        outgoing.segment.create = create
+        message_ring.segment.create = create
         store.set("tried", "")
         return
     with taking_nothing(0):
@@ -801,7 +799,7 @@ def sends_to_a_stuck_receiver():
 
 def test_the_patience_is_not_for_each_message():
     waits = on_ranks(sends_to_a_stuck_receiver)[0]
-    assert waits == [outgoing._GLANCE, outgoing._PATIENCE]
+    assert waits == [message_ring._GLANCE, message_ring._PATIENCE]
 
 
 def aborted_before_it_is_posted(src):

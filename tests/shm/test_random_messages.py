@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire._torch import is_done
-from gradwire.shm.messages.message_ring import SLOT_BYTES, SLOTS
+from gradwire.shm.message_ring import SLOT_BYTES, SLOTS
 from gradwire.testing import run_ranks
 
 SHORT = (0, 1, 7, 1000, SLOT_BYTES - 1)

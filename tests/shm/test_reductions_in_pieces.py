@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire.shm.algorithms import group_state, reduce
-from gradwire.shm.meeting.regions import RINGS
+from gradwire.shm import meeting, reduction
+from gradwire.shm.regions import RINGS
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
-BYTES = reduce._UNCUT_BYTES
+BYTES = reduction._UNCUT_BYTES
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -64,8 +64,8 @@ def test_reductions_in_pieces(dtype, op):
 def test_only_long_shares_are_cut():
     whole = torch.arange(BYTES // 4)
     assert whole.nbytes == 2 * BYTES
-    assert len(reduce._in_pieces([whole[: BYTES // 8]])) == 1
-    pieces = reduce._in_pieces([whole, -whole])
+    assert len(reduction._in_pieces([whole[: BYTES // 8]])) == 1
+    pieces = reduction._in_pieces([whole, -whole])
     assert len(pieces) > 2
     for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
         assert torch.equal(torch.cat(column), tensor)
@@ -73,8 +73,8 @@ def test_only_long_shares_are_cut():
 
 def reduce_through(number, count):
     """Reductions of ordinary tensors whose ranks all ask for one ring."""
-    world, float32, chosen = dist.get_world_size(), torch.float32, group_state.ring_for
-    group_state.ring_for = lambda *_, **__: number
+    world, float32, chosen = dist.get_world_size(), torch.float32, meeting.ring_for
+    meeting.ring_for = lambda *_, **__: number
     try:
         rank = dist.get_rank()
         tensor, whole = values(rank, count, float32), expected(world, count, float32, "sum")
@@ -88,7 +88,7 @@ def reduce_through(number, count):
         dist.reduce_scatter_tensor(out, values(rank, each * world, float32))
         assert torch.equal(out, whole[rank * each :][:each])
     finally:
-        group_state.ring_for = chosen
+        meeting.ring_for = chosen
     return list(shm_backend_of(dist.group.WORLD)._group.state._staging)
 
 

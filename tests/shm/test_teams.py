@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradwire.shm import across_hosts
 from gradwire.shm.across_hosts import Cut, pipelined
-from gradwire.shm.meeting.rendezvous import Teams, find_teams
+from gradwire.shm.rendezvous import Teams, find_teams
 
 HOSTS = st.lists(st.integers(0, 4), min_size=1, max_size=12)  # each rank's
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
-from gradwire.shm.meeting.regions import Ring
-from gradwire.shm.messages.message_ring import MessageRing
+from gradwire.shm import semaphores
+from gradwire.shm.message_ring import MessageRing
+from gradwire.shm.regions import Ring
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.runtime import sync
 from gradwire.testing import run_ranks
 
 SECOND = timedelta(seconds=1)
@@ -186,7 +186,7 @@ def large_while_the_main_thread_waits():
     store = dist.distributed_c10d._get_default_store()
 
     def tell():
-        while sync._MainThread.awaited is None:
+        while semaphores._MainThread.awaited is None:
             time.sleep(0.001)
         store.set("waiting", "")
 

@@ -2,15 +2,15 @@
 
 from gradwire._torch import warn_if_untested
 from gradwire.shm.engine import Options
-from gradwire.shm.group.process_group import Operations as Operations
-from gradwire.shm.group.process_group import ShmProcessGroup as ShmProcessGroup
-from gradwire.shm.group.process_group import join as join
-from gradwire.shm.meeting.rendezvous import Listener as Listener
-from gradwire.shm.meeting.rendezvous import connect_by_name as connect_by_name
-from gradwire.shm.meeting.rendezvous import report_absent as report_absent
+from gradwire.shm.process_group import Operations as Operations
+from gradwire.shm.process_group import ShmProcessGroup as ShmProcessGroup
+from gradwire.shm.process_group import join as join
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 from gradwire.shm.register import shm_backend_of as shm_backend_of
 from gradwire.shm.register import with_shm as with_shm
+from gradwire.shm.rendezvous import Listener as Listener
+from gradwire.shm.rendezvous import connect_by_name as connect_by_name
+from gradwire.shm.rendezvous import report_absent as report_absent
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = ["Options", "empty", "is_available", "register", "shares_memory", "teams"]

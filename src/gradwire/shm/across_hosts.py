@@ -29,11 +29,8 @@ from torch.distributed import ReduceOp
 
 from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
-from gradwire.shm.algorithms.arithmetic import HALF, SUM, number_of, reduce_into
-from gradwire.shm.algorithms.shared_memory import SharedMemory
 from gradwire.shm.engine import Transfer, Transport
-from gradwire.shm.meeting.rendezvous import Teams
-from gradwire.shm.memory.header import (
+from gradwire.shm.header import (
     INLINE,
     NUMBERS,
     Call,
@@ -42,6 +39,8 @@ from gradwire.shm.memory.header import (
     header_bytes,
     write,
 )
+from gradwire.shm.reduction import HALF, SUM, SharedMemory, number_of, reduce_into
+from gradwire.shm.rendezvous import Teams
 
 LAG = 1
 """Number of pieces by which a phase is behind the previous one, while the link transfers them."""

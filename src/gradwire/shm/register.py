@@ -25,13 +25,12 @@ from gradwire._torch import PYTHON_BACKENDS, BackendBase
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.across_hosts import AcrossHosts, Team
 from gradwire.shm.engine import Options, Transport
-from gradwire.shm.group.group import Group
-from gradwire.shm.group.point_to_point import EngineMessages
-from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup, join
-from gradwire.shm.meeting.forming import Forming
-from gradwire.shm.meeting.rendezvous import Teams, connect_all, report_failure
-from gradwire.shm.runtime.operation_queue import ThreadQueue
-from gradwire.shm.runtime.sync import has_semaphores
+from gradwire.shm.point_to_point import EngineMessages
+from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup, join
+from gradwire.shm.rendezvous import Forming, Teams, connect_all, report_failure
+from gradwire.shm.semaphores import has_semaphores
+from gradwire.shm.shm_group import Group
+from gradwire.shm.work import ThreadQueue
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 

@@ -1,19 +1,22 @@
-"""Reductions over shared memory: every rank reduces its share of the elements, in rank order.
-
-The other ranks fetch the result, or have it written to their tensors. The data takes the same paths
-as in `exchange`: beside the header, in regions, in pieces through the staging slots. Each element
-is reduced by one rank, in rank order: all ranks get the same bits, every time.
-"""
+"""Reduction of several pieces of memory into one, always in the order of the ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from gradwire.shm.algorithms.arithmetic import reduce_into, reducer
-from gradwire.shm.algorithms.exchange import (
+from gradwire.errors import ArgumentError
+from gradwire.recorder import Entry
+from gradwire.shm import movement
+from gradwire.shm import movement as moving
+from gradwire.shm.header import INLINE, NUMBERS, PRIVATE, Call, Location
+from gradwire.shm.meeting import GroupState
+from gradwire.shm.movement import (
     block_start,
     copy_but,
     fill_slot,
@@ -21,10 +24,134 @@ from gradwire.shm.algorithms.exchange import (
     share,
     sync_in_place,
 )
-from gradwire.shm.algorithms.group_state import GroupState
-from gradwire.shm.meeting.regions import USERS
-from gradwire.shm.memory.copying import copy, copy_to_all, count_write, overwrites
-from gradwire.shm.memory.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.regions import USERS
+from gradwire.shm.tensors import copy, copy_to_all, count_write, overwrites
+
+
+def number_of(op: object) -> int:
+    """Return torch.distributed's number of a reduce op."""
+    number: int = op.value  # type: ignore[attr-defined]
+    return number
+
+
+OPS: dict[int, Callable[..., Tensor]] = {
+    number_of(ReduceOp.SUM): torch.add,
+    number_of(ReduceOp.AVG): torch.add,
+    number_of(ReduceOp.PRODUCT): torch.mul,
+    number_of(ReduceOp.MIN): torch.minimum,
+    number_of(ReduceOp.MAX): torch.maximum,
+    number_of(ReduceOp.BAND): torch.bitwise_and,
+    number_of(ReduceOp.BOR): torch.bitwise_or,
+    number_of(ReduceOp.BXOR): torch.bitwise_xor,
+}
+"""Binary functions by torch.distributed's number of the reduce op."""
+
+SUM = number_of(ReduceOp.SUM)
+_AVG = number_of(ReduceOp.AVG)
+_LINEAR = {SUM, _AVG}
+_ROUNDING = {*_LINEAR, number_of(ReduceOp.PRODUCT)}
+_BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
+_ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
+_PRODUCT = number_of(ReduceOp.PRODUCT)
+_WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # few of torch's ops support them
+HALF = {torch.float16, torch.bfloat16}
+
+
+@cache
+def check_reduction(op: int, dtype: torch.dtype) -> None:
+    """Raise unless tensors of `dtype` can be reduced by `op`.
+
+    Raises:
+        ArgumentError: The op does not support the dtype.
+    """
+    name = ReduceOp.RedOpType(op).name
+    fractional = dtype.is_floating_point or dtype.is_complex
+    if op not in OPS:
+        known = ", ".join(ReduceOp.RedOpType(o).name for o in OPS)
+        raise ArgumentError(f"reduce op is {name}: the shm backend supports {known}")
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert them to bfloat16")
+    if dtype in _WIDE_UNSIGNED and op not in _BITWISE and op != _PRODUCT:
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced by {name}: convert them")
+    if op == _AVG and dtype == torch.complex32:
+        raise ArgumentError(f"tensors of {dtype} cannot be averaged: convert them to complex64")
+    if op in _BITWISE and fractional:
+        raise ArgumentError(f"reduce op {name} works on integers, but the tensor is {dtype}")
+    if op == _AVG and not fractional:
+        raise ArgumentError(
+            f"reduce op AVG needs floating point, but the tensor is {dtype}: use SUM and divide"
+        )
+    if op in _ORDERED and dtype.is_complex:
+        raise ArgumentError(f"reduce op {name} has no meaning for {dtype}: use SUM or PRODUCT")
+
+
+def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
+    """Set `out` to the reduction of the pieces: ((piece 0 ∘ piece 1) ∘ piece 2) ….
+
+    float16 and bfloat16 are accumulated in float32 and rounded once.
+
+    Args:
+        out: Tensor of the pieces' shape; may be one of them.
+        pieces: One or more tensors of one shape and dtype.
+        op: Number of the reduce op.
+    """
+    function = OPS[op]
+    if out.numel() == 0:
+        return
+    if len(pieces) == 1:
+        if out.data_ptr() != pieces[0].data_ptr():
+            out.copy_(pieces[0])
+        return
+    if op == _AVG:
+        _average_into(out, pieces)
+        return
+    if out.dtype in HALF and op in _ROUNDING and len(pieces) > 2:
+        total = function(pieces[0].float(), pieces[1])
+        for piece in pieces[2:]:
+            function(total, piece, out=total)
+        out.copy_(total)
+        return
+    if len(pieces) > 2 and any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
+        total = torch.empty_like(out)  # `out` is still read after the first step
+        reduce_into(total, pieces, op)
+        out.copy_(total)
+        return
+    function(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        function(out, piece, out=out)
+
+
+def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Set `out` to the average of two or more pieces; it overflows only where the average does.
+
+    Before they are added, the pieces are scaled by a power of two, which is exact.
+    """
+    power = 1 << (len(pieces) - 1).bit_length()
+    if out.dtype in HALF:
+        total = pieces[0].float().mul_(1 / power)
+    elif any(piece.data_ptr() == out.data_ptr() for piece in pieces[1:]):
+        total = pieces[0] * (1 / power)
+    else:
+        total = torch.mul(pieces[0], 1 / power, out=out)
+    for piece in pieces[1:]:
+        total.add_(piece, alpha=1 / power)
+    if power != len(pieces):
+        total.div_(len(pieces) / power)
+    if total is not out:
+        out.copy_(total)
+
+
+def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
+    """Return `reduce_into` for an op and a number of pieces, none of which is empty."""
+    if count == 2 and op != _AVG:
+        function = OPS[op]
+
+        def reduce_two(out: Tensor, pieces: Sequence[Tensor]) -> None:
+            function(pieces[0], pieces[1], out=out)
+
+        return reduce_two
+    return lambda out, pieces: reduce_into(out, pieces, op)
+
 
 _CACHED_BYTES = 256 << 10
 """Size of pieces that stay in a core's cache from the additions to the copies of the result."""
@@ -248,3 +375,118 @@ def _reduce_through_slots(
                 start, stop = share(len(pieces[fetch]), r, size)
                 if r != rank and start < stop:
                     copy(pieces[fetch][start:stop], slots[r][fetch % ring.slots][start:stop])
+
+
+Key = tuple[torch.Size, torch.dtype, int]
+"""Kind of calls: shape and dtype of the tensor, number of the reduce op."""
+_KEPT = 256
+
+
+class SharedMemory(GroupState):
+    """State of ranks that all share memory; the functions of this package are its methods."""
+
+    barrier = moving.barrier
+    broadcast = moving.broadcast
+    exchange = moving.exchange
+    exchange_blocks = moving.exchange_blocks
+    reduce = reduce
+    reduce_scatter = reduce_scatter
+    broadcast_list = movement.broadcast_list
+    gather = movement.gather
+    scatter = movement.scatter
+
+
+# --- all_reduce of one tensor, with its setup cached ---
+
+
+class _Short:
+    """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header.
+
+    Args:
+        key: Kind of the calls; at most `inline_bytes`, not empty.
+
+    Attributes:
+        like: Recorder's entry of an earlier call.
+    """
+
+    __slots__ = ("_exchange", "_reduce", "like")
+
+    def __init__(self, state: GroupState, key: Key) -> None:
+        shape, dtype, op = key
+        call = Call("all_reduce", dtype, shape.numel(), op)
+        self._exchange = state.short_exchange(call, shape)
+        self._reduce = reducer(op, state.size)
+        self.like: Entry | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Reduce a tensor, as a job of the group."""
+        self._reduce(tensor, self._exchange(tensor))
+
+
+class _Long:
+    """all_reduce of ordinary tensors of one shape and dtype that are too long for the header.
+
+    Args:
+        key: Kind of the calls; more than `inline_bytes`.
+
+    Attributes:
+        like: Recorder's entry of an earlier call.
+    """
+
+    __slots__ = ("_announce", "_call", "_state", "like")
+
+    def __init__(self, state: GroupState, key: Key) -> None:
+        shape, dtype, op = key
+        self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
+        self._announce = state.announcer(self._call)
+        self.like: Entry | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Reduce a tensor, as a job of the group."""
+        flat = tensor.view(-1)
+        self._announce(stage(self._state, flat))
+        reduce_placed(self._state, self._call, flat)
+
+
+KnownCall = _Short | _Long
+
+
+class KnownCalls:
+    """Cache of the setup of calls, from the second call of a kind on.
+
+    The setup takes as long as some calls, which programs whose sizes always change would not
+    regain.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._of: dict[Key, KnownCall | None] = {}
+
+    def find(self, tensor: Tensor, op: int) -> KnownCall | None:
+        """Return the setup for an ordinary tensor; None for the first call of its kind."""
+        key = tensor.shape, tensor.dtype, op
+        known = self._of.get(key)
+        if known is None and tensor.dtype in NUMBERS:
+            check_reduction(op, tensor.dtype)
+            if key in self._of:
+                return self._make(key)
+            self._keep(key, None)
+        return known
+
+    def _make(self, key: Key) -> KnownCall | None:
+        nbytes = key[0].numel() * key[1].itemsize
+        if not nbytes:
+            return None
+        kind = _Short if nbytes <= self._state.inline_bytes else _Long
+        made = kind(self._state, key)
+        self._keep(key, made)
+        return made
+
+    def _keep(self, key: Key, made: KnownCall | None) -> None:
+        if len(self._of) >= _KEPT:
+            self._of.clear()
+        self._of[key] = made
+
+    def clear(self) -> None:
+        """Release the shared memory."""
+        self._of.clear()

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
-from gradwire.shm.meeting.links import Kind, Links, Message
-from gradwire.shm.memory import segment
-from gradwire.shm.memory.header import PRIVATE, Location
+from gradwire.shm import segment
+from gradwire.shm.header import PRIVATE, Location
+from gradwire.shm.links import Kind, Links, Message
 
 STAGING = (0, 1, 2, 3)
 """Numbers of a rank's staging regions, equal on all ranks."""

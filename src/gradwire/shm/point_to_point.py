@@ -15,12 +15,15 @@ from torch.distributed import Work
 from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, DistributedError
 from gradwire.recorder import record_completion, ring
-from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.arrivals import Mailbox, PostedReceive
 from gradwire.shm.engine import OWN_TAGS, Transfer, Transport
-from gradwire.shm.group.group import Group, check_peer
-from gradwire.shm.meeting.links import Kind, Links, Message
-from gradwire.shm.memory.header import NUMBERS
-from gradwire.shm.memory.tensors import (
+from gradwire.shm.header import NUMBERS
+from gradwire.shm.incoming import Incoming
+from gradwire.shm.links import Kind, Links, Message
+from gradwire.shm.meeting import GroupState
+from gradwire.shm.message_ring import Outgoing
+from gradwire.shm.shm_group import Group, check_peer
+from gradwire.shm.tensors import (
     check_results,
     check_tensors,
     flat_of,
@@ -28,10 +31,7 @@ from gradwire.shm.memory.tensors import (
     only,
     write_back,
 )
-from gradwire.shm.messages.incoming import Incoming
-from gradwire.shm.messages.mailbox import Mailbox, PostedReceive
-from gradwire.shm.messages.outgoing import Outgoing
-from gradwire.shm.runtime.work import ShmWork, ended, wait_until
+from gradwire.shm.work import ShmWork, ended, wait_until
 
 _MAX_TAG = 2**30
 

@@ -7,9 +7,6 @@ reducer, functional collectives), Python callers and older versions of torch use
 some operations, so some methods have several names here.
 """
 
-# torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="assignment,misc,override"
-
 from __future__ import annotations
 
 import atexit
@@ -29,13 +26,15 @@ from torch.distributed.distributed_c10d import BarrierOptions
 from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import ArgumentError, DistributedError, NotSupportedError
-from gradwire.shm.algorithms.shared_memory import KnownCalls, SharedMemory
-from gradwire.shm.group.group import Group
-from gradwire.shm.group.movement import Movement
-from gradwire.shm.group.point_to_point import RingMessages
-from gradwire.shm.group.record import Observer, Recorder
-from gradwire.shm.group.reductions import Reductions
-from gradwire.shm.runtime.operation_queue import Queue
+from gradwire.shm.operations import Movement, Reductions
+from gradwire.shm.point_to_point import RingMessages
+from gradwire.shm.reduction import KnownCalls, SharedMemory
+from gradwire.shm.shm_group import Group, Observer, Recorder
+from gradwire.shm.work import Queue
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="assignment,misc,override"
+
 
 _GROUPS: WeakSet[Operations] = WeakSet()
 """All groups of this process, for its handlers at fork and at exit."""

@@ -23,7 +23,7 @@ from enum import IntEnum
 
 from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerFailedError, PeerLostError
-from gradwire.shm.memory.segment import check_sealed
+from gradwire.shm.segment import check_sealed
 
 _HEAD = struct.Struct("<Biq")  # kind, tag, and a number whose meaning depends on the kind
 _FD_BYTES = array.array("i").itemsize

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, NotSupportedError
-from gradwire.shm.meeting.links import Links
-from gradwire.shm.messages.arrivals import Arrivals
-from gradwire.shm.messages.mailbox import Mailbox
-from gradwire.shm.messages.message_ring import SLOTS, MessageRing
-from gradwire.shm.runtime.work import ShmWork, wait_until
+from gradwire.shm.arrivals import Arrivals, Mailbox
+from gradwire.shm.links import Links
+from gradwire.shm.message_ring import SLOTS, MessageRing
+from gradwire.shm.work import ShmWork, wait_until
 
 _POLL_SECONDS = 0.05
 _AT_ONCE_SECONDS = 30e-6

@@ -1,1 +1,0 @@
-"""Algorithms of collectives between ranks that all share memory."""

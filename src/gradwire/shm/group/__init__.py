@@ -1,1 +1,0 @@
-"""Operations of a group, as torch.distributed calls them."""

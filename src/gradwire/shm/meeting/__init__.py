@@ -1,1 +1,0 @@
-"""Rendezvous of the ranks, their connections and regions, and the barriers with headers."""

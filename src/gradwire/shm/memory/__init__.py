@@ -1,1 +1,0 @@
-"""Shared memory: segments, headers, semaphores, copies, and checks of callers' tensors."""

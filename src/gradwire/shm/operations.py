@@ -1,0 +1,396 @@
+"""Operations of a group that reduce: all_reduce, reduce and reduce_scatter, in all forms."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from gradwire.errors import ArgumentError
+from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.reduction import HALF, SUM, check_reduction, number_of
+from gradwire.shm.shm_group import UNOBSERVED, Group, State, check_root, kept
+from gradwire.shm.tensors import (
+    check_parts,
+    check_results,
+    check_sparse,
+    check_transfer,
+    checksum_of,
+    common_base,
+    equal_parts,
+    flat_of,
+    is_ordinary,
+    may_overlap,
+    one_each,
+    only,
+    paired,
+    row_counts,
+    write_all_back,
+    write_back,
+)
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"
+
+
+class Reductions:
+    """Operations of a group that reduce."""
+
+    _group: Group
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
+        group, opts = self._group, opts or AllreduceOptions()
+        if len(tensors) == 1 and is_ordinary(tensors[0]):
+            number = number_of(opts.reduceOp.op)
+            known = group.known
+            if known is not None and (call := known.find(tensors[0], number)) is not None:
+                return group.submit_known(call, tensors, opts, number)
+        if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
+            return self.allreduce_sparse(tensors, opts)
+        return self._reduce("all_reduce", tensors, opts)
+
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Set every rank's sparse COO tensor to the sum over all ranks, coalesced.
+
+        Raises:
+            ArgumentError: The reduce op is not SUM, or the tensor is not in COO layout.
+        """
+        group = self._group
+        opts, tensor = opts or AllreduceOptions(), only(tensors)
+        op = number_of(opts.reduceOp.op)
+        check_sparse(tensor)
+        check_reduction(op, tensor.dtype)
+        if op != SUM:
+            raise ArgumentError("sparse tensors support only SUM: pass to_dense()")
+
+        def job() -> None:
+            _all_reduce_sparse(group.state, group.size, tensor, op)
+
+        observed = ("allreduce_", 0, op, [tensors])
+        return group.submit(job, tensors, opts, observed, op="all_reduce")
+
+    allreduce_coalesced = allreduce  # a list is one operation
+
+    def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
+        """Set the root's tensor to the reduction; other ranks' tensors keep their values."""
+        opts = opts or ReduceOptions()
+        return self._reduce("reduce", tensors, opts, check_root(opts.rootRank, self._group.size))
+
+    def _reduce(self, kind: str, tensors: list[Tensor], opts: Any, root: int = -1) -> Work:
+        group = self._group
+        op = number_of(opts.reduceOp.op)
+        check_results(tensors)
+        for tensor in tensors:
+            check_reduction(op, tensor.dtype)
+        checksum, filled = checksum_of(tensors), kept(tensors, opts)
+
+        def job() -> None:
+            flats: Iterable[Tensor] = map(flat_of, filled)
+            if may_overlap(filled):  # reduce the values from before the call
+                flats = [flat.clone() for flat in flats]
+            for tensor, flat in zip(filled, flats, strict=True):
+                call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
+                group.state.reduce(call, flat)
+                if root in (-1, group.rank):
+                    write_back(tensor, flat)
+
+        observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), op, [tensors])
+        return group.submit(job, tensors, opts, observed, op=kind)
+
+    def reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """Set each rank's output to the reduction of its entries in all ranks' lists."""
+        group, opts = self._group, opts or ReduceScatterOptions()
+        output, blocks = only(outputs), one_each(only(inputs), group.size, "input_list")
+        op = self._check_reduce_scatter(output, blocks, opts)
+        sends = tuple(block.numel() for block in blocks)
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            out = only(results)
+            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * group.size)
+            group.state.reduce_scatter(call, flats, out, base=common_base(flats))
+
+        return group.submit_into(outputs, fill, opts, "reduce_scatter", blocks)
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """Run `reduce_scatter` on the equal parts of a tensor."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """Run `reduce_scatter_single` for several tensors in one operation."""
+        group, opts = self._group, opts or ReduceScatterOptions()
+        for output, source in paired(outputs, inputs):
+            op = self._check_reduce_scatter(output, [source], opts)
+            check_parts(whole=source, part=output, size=group.size)
+        checksum = checksum_of(outputs)
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            for out, flat in zip(results, flats, strict=True):
+                call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
+                blocks = equal_parts(flat, group.size)
+                group.state.reduce_scatter(call, blocks, out, base=flat)
+
+        observed = UNOBSERVED
+        if len(outputs) == 1:
+            observed = ("_reduce_scatter_base_", 0, op, [outputs, inputs])
+        return group.submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
+
+    def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
+        op = number_of(opts.reduceOp.op)
+        check_transfer(blocks, [output])
+        check_reduction(op, output.dtype)
+        return op
+
+
+def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
+    """Set a sparse COO tensor to the sum over all ranks, coalesced.
+
+    The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
+    accumulated in float32 and rounded once.
+
+    Args:
+        state: State of the group.
+        size: Number of ranks.
+        tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
+        op: Number of SUM.
+    """
+    own = tensor.detach().coalesce()
+    dims = own.sparse_dim()
+    checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
+    count = torch.tensor([own._nnz()], dtype=torch.int64)
+    counts = torch.empty(size, dtype=torch.int64)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
+    state.exchange(call, [count], counts.split(1), shared=True)
+    sizes: list[int] = counts.tolist()
+    keys = _gather(state, _keys(own), sizes)
+    values = _gather(state, own.values(), sizes)
+    distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
+    wide = torch.float32 if own.dtype in HALF else own.dtype
+    total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
+    for where, entries in zip(inverse.split(sizes), values, strict=True):
+        total.index_add_(0, where, entries.to(wide))
+    indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
+    result = torch.sparse_coo_tensor(
+        indices, total.to(own.dtype), own.shape, is_coalesced=True, check_invariants=False
+    )
+    with torch.no_grad():
+        tensor.copy_(result)
+
+
+def _keys(own: Tensor) -> Tensor:
+    """Return the flat index of each entry in the sparse dims."""
+    keys = torch.zeros(own._nnz(), dtype=torch.int64)
+    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
+        keys.mul_(length).add_(index)
+    return keys
+
+
+def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Gather tensors whose numbers of rows differ."""
+    flat = own.contiguous().view(-1)
+    each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
+    flats = [tensor.view(-1) for tensor in each]
+    state.exchange_blocks("all_gather", [flat], flats, shared=True)
+    return each
+
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"
+
+
+class Movement:
+    """Operations of a group that move values."""
+
+    _group: Group
+
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
+        """Copy the root's tensors to every rank's, in one operation."""
+        group, opts = self._group, opts or BroadcastOptions()
+        root = check_root(opts.rootRank, group.size)
+        check_results(tensors)  # on the root as well: a mistake on all ranks is an error on all
+        filled = kept(tensors, opts)
+
+        def job() -> None:
+            flats = [flat_of(tensor) for tensor in filled]
+            if len(flats) == 1:
+                call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
+                group.state.broadcast(call, flats[0])
+            else:
+                group.state.broadcast_list(flats, root)
+            if root != group.rank:
+                write_all_back(filled, flats)
+
+        observed = ("broadcast_", root, 0, [tensors])
+        return group.submit(job, tensors, opts, observed, op="broadcast")
+
+    def allgather(
+        self,
+        output_lists: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Fill every rank's list with all ranks' tensors, whose sizes may differ.
+
+        Several lists, with as many inputs, are gathered in one operation.
+        """
+        group, opts = self._group, opts or AllgatherOptions()
+        for outputs, source in paired(output_lists, inputs):
+            check_transfer([source], one_each(outputs, group.size, "tensor_list"))
+        filled = [kept(outputs, opts) for outputs in output_lists]
+        read = kept(inputs, opts)
+
+        def job() -> None:
+            for outputs, source in zip(filled, read, strict=True):
+                flat, into = flat_of(source), [flat_of(output) for output in outputs]
+                group.state.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
+                write_all_back(outputs, into)
+
+        everything = [output for outputs in output_lists for output in outputs]
+        observed = ("allgather_", 0, 0, [everything, inputs])
+        return group.submit(job, everything, opts, observed, op="all_gather", sources=inputs)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
+        """Run `allgather` into the equal parts of one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        """Run `all_gather_single` for several tensors in one operation."""
+        group = self._group
+        for output, source in paired(outputs, inputs):
+            check_transfer([source], [output])
+            check_parts(whole=output, part=source, size=group.size)
+        checksum = checksum_of(inputs)
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            for into, flat in zip(results, flats, strict=True):
+                parts = equal_parts(into, group.size)
+                call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
+                group.state.exchange(call, [flat], parts, base=flat, shared=True)
+
+        opts = opts or AllgatherOptions()
+        observed = UNOBSERVED
+        if len(outputs) == 1:
+            observed = ("_allgather_base_", 0, 0, [outputs, inputs])
+        return group.submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
+
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: GatherOptions | None = None
+    ) -> Work:
+        """Fill the root's list with all ranks' tensors, whose sizes may differ."""
+        group, opts = self._group, opts or GatherOptions()
+        root, source = check_root(opts.rootRank, group.size), only(inputs)
+        into = one_each(only(outputs), group.size, "gather_list") if root == group.rank else []
+        check_transfer([source], into)
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            group.state.gather(root, only(flats), results)
+
+        return group.submit_into(into, fill, opts, "gather", inputs)
+
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ScatterOptions | None = None
+    ) -> Work:
+        """Fill every rank's tensor with its entry of the root's list, whose sizes may differ."""
+        group, opts = self._group, opts or ScatterOptions()
+        root, output = check_root(opts.rootRank, group.size), only(outputs)
+        blocks = one_each(only(inputs), group.size, "scatter_list") if root == group.rank else []
+        check_transfer(blocks, [output])
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            group.state.scatter(root, flats, results[0])
+
+        return group.submit_into(outputs, fill, opts, "scatter", blocks)
+
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllToAllOptions | None = None
+    ) -> Work:
+        """Fill entry i of a rank's outputs with rank i's entry for it; sizes may differ."""
+        group = self._group
+        one_each(outputs, group.size, "output_tensor_list")
+        check_transfer(one_each(inputs, group.size, "input_tensor_list"), outputs)
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            group.state.exchange_blocks("all_to_all", flats, results)
+
+        opts = opts or AllToAllOptions()
+        return group.submit_into(outputs, fill, opts, "all_to_all", inputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        """Run `alltoall` between parts of two tensors, equal or of the given numbers of rows."""
+        group = self._group
+        check_transfer([input], [output])
+        receives = row_counts(output, output_split_sizes, group.size, "output_split_sizes")
+        sends = row_counts(input, input_split_sizes, group.size, "input_split_sizes")
+
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            flat = only(flats)
+            blocks, into = flat.split(sends), results[0].split(receives)
+            group.state.exchange_blocks("all_to_all", blocks, into, base=flat)
+
+        opts = opts or AllToAllOptions()
+        observed = UNOBSERVED
+        if len({*sends, *receives}) == 1:  # equal on all ranks
+            observed = ("alltoall_base_", 0, 0, [[output], [input]])
+        return group.submit_into([output], fill, opts, "all_to_all_single", [input], observed)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+        """Wait for every rank; the handle is done once all have called it."""
+        group, opts = self._group, opts or BarrierOptions()
+        return group.submit(group.state.barrier, [], opts, op="barrier")
+
+    def monitored_barrier(
+        self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every rank has called it.
+
+        Args:
+            opts: Options, of which the timeout is used.
+            wait_all_ranks: Ignored: the error always names all missing ranks.
+
+        Raises:
+            CollectiveTimeoutError: Ranks, named by the error, did not call it in time.
+        """
+        group, opts = self._group, opts or BarrierOptions()
+
+        def job() -> None:
+            group.state.barrier("monitored_barrier")
+
+        group.submit(job, [], opts, op="barrier").wait()

@@ -1,1 +1,0 @@
-"""Limits, waits, handles and the queue of operations."""
