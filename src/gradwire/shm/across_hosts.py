@@ -16,8 +16,6 @@ which all ranks are equal.
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +30,6 @@ from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.engine import Transfer, Transport
 from gradwire.shm.header import (
     INLINE,
-    NUMBERS,
     Call,
     Location,
     check_consistent,
@@ -41,6 +38,7 @@ from gradwire.shm.header import (
 )
 from gradwire.shm.reduction import HALF, SUM, SharedMemory, number_of, reduce_into
 from gradwire.shm.rendezvous import Teams
+from gradwire.shm.tensors import checksum_of
 
 LAG = 1
 """Number of pieces by which a phase is behind the previous one, while the link transfers them."""
@@ -352,8 +350,7 @@ class AcrossHosts:
 
     def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
         """Copy a list of the root's tensors to all ranks."""
-        numbers = [n for flat in flats for n in (NUMBERS[flat.dtype], flat.numel())]
-        total, checksum = sum(flat.nbytes for flat in flats), zlib.crc32(array("q", numbers))
+        total, checksum = sum(flat.nbytes for flat in flats), checksum_of(flats)
         self.announce(Call("broadcast_coalesced", numel=total, root=root, checksum=checksum))
         for packed in _packs(flats):
             parts = [flat.view(torch.uint8) for flat in packed]

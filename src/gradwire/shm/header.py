@@ -17,12 +17,12 @@ from torch.distributed import ReduceOp
 from gradwire.errors import CheckedMismatchError, MismatchError
 
 _FIXED = struct.Struct("<10q")
-_COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
+COMPARED_BYTES = 7 * 8
+"""Bytes that must be equal: six numbers that describe the call, and its mark."""
 _MARK = 6 * 8
 _LOCATION = struct.Struct("<2q")
-_LOCATION_AT = _FIXED.size - _LOCATION.size
-LOCATION_BYTES = _LOCATION.size
-"""Bytes of the location, which is at the end of a header without tables."""
+LOCATION = slice(_FIXED.size - _LOCATION.size, _FIXED.size)
+"""Bytes of the location of a rank's data."""
 TABLES_AT = _FIXED.size // 8
 """Index of the first number of a header's tables: the elements sent to each rank, then the elements
 expected from each rank."""
@@ -109,11 +109,6 @@ def packed(call: Call, location: Location) -> bytes:
     return _FIXED.pack(*_fixed(call, location, 0))
 
 
-def write_location(buffer: memoryview, location: Location) -> None:
-    """Write the location into a header."""
-    _LOCATION.pack_into(buffer, _LOCATION_AT, *location)
-
-
 def write_mark(buffer: memoryview, mark: int) -> None:
     """Write a call's mark into a header."""
     struct.pack_into("<q", buffer, _MARK, mark)
@@ -143,17 +138,7 @@ def read(buffer: memoryview) -> tuple[Call, Location]:
 
 def location_of(buffer: memoryview) -> Location:
     """Return the location in a header; faster than `read`."""
-    return Location._make(_LOCATION.unpack_from(buffer, _LOCATION_AT))
-
-
-def compared(header: memoryview) -> memoryview:
-    """Return the part of a header that must be equal on all ranks."""
-    return header[:_COMPARED]
-
-
-def located(header: memoryview) -> memoryview:
-    """Return the part of a header that holds the location."""
-    return header[_LOCATION_AT : _FIXED.size]
+    return Location._make(_LOCATION.unpack_from(buffer, LOCATION.start))
 
 
 def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:
@@ -170,8 +155,8 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         CheckedMismatchError: The calls differ, and all have marks whose lowest bit is set.
         MismatchError: The calls differ. Every rank raises the same error.
     """
-    own = compared(headers[rank])
-    if any(compared(header) != own for header in headers):
+    own = headers[rank][:COMPARED_BYTES]
+    if any(header[:COMPARED_BYTES] != own for header in headers):
         marks, calls = [_mark_of(header) for header in headers], [read(h)[0] for h in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
         if not (same or _fit_root(calls)) or (all(marks) and len(set(marks)) > 1):

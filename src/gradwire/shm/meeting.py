@@ -1,7 +1,11 @@
-"""Barriers of a group with the exchange of headers, and of short data beside them.
+"""State of a group on one rank: barriers with the exchange of headers, and locations of data.
 
 Every collective begins with `announce`, in which all ranks wait for each other. Later steps of a
 collective may wait for fewer ranks.
+
+Short data is in the group's segment, beside the headers. Longer data is in regions: in the caller's
+tensor, if that was allocated in one. Otherwise it is copied to the rank's upfront region before the
+ranks meet, up to some size, or passes piece by piece through the slots of its staging region.
 """
 
 from __future__ import annotations
@@ -19,20 +23,18 @@ from torch import Tensor
 from gradwire._processes import Deadline
 from gradwire.errors import CollectiveTimeoutError, DistributedError, MismatchError
 from gradwire.shm.header import (
+    COMPARED_BYTES,
     INLINE,
-    LOCATION_BYTES,
+    LOCATION,
     PRIVATE,
     UNEVEN,
     Call,
     Location,
     check_consistent,
-    compared,
-    located,
     location_of,
     packed,
     read,
     write,
-    write_location,
     write_mark,
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
@@ -52,15 +54,32 @@ from gradwire.shm.semaphores import form, spins_beside, spins_for
 _KEPT_VIEWS = 256
 
 
-class Meeting:
-    """State of a group on one rank, without the regions for longer data.
+UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
+"""Sizes of upfront regions. Ordinary tensors up to the first size are copied before the ranks meet,
+which saves a wait. Above it, copying in and out at the same time is faster, if there are enough
+cores."""
+
+
+@cache
+def _memmove() -> Callable[[int, int, int], None]:
+    """Return the C library's memmove, called with the GIL, which could take 5 ms to reacquire."""
+    function = ctypes.PyDLL(None).memmove
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+    return function
+
+
+class GroupState:
+    """State of a group on one rank: where data is, and the pipeline that moves it in pieces.
 
     Args:
         peers: Connection to each other rank.
-        receive, on_lost: Handlers, see `Links`.
+        other: Handler of messages that do not concern regions; see `receive` of `Links`.
+        on_lost: Handler of lost peers; see `Links`.
 
     Attributes:
         links: Connections to the peers.
+        is_awaited: Function that returns True while the main thread only waits for the running
+            operation.
         inline_bytes: Maximum size of data beside the header.
         alike: True if the headers of all ranks were equal in the last call that `announce` began;
             only marks and, in gather and scatter, sizes may differ.
@@ -71,7 +90,7 @@ class Meeting:
         rank: int,
         size: int,
         peers: dict[int, socket.socket],
-        receive: Receive,
+        other: Receive,
         on_lost: Callable[[int], Callable[[], None] | None],
         deadline: Deadline,
     ) -> None:
@@ -82,15 +101,15 @@ class Meeting:
             self._spins = spins_for(self._processes.values())
             segment = form(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
-            self.links = Links(peers, receive, on_lost)
+            self.links = Links(peers, self._receive, on_lost)
         except BaseException:
             for peer in peers.values():
                 peer.close()  # end the other ranks' waits for this one
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
         self._placement = segment.placement
-        self._compared = [[compared(header) for header in half] for half in segment.headers]
-        self._located = [[located(header) for header in half] for half in segment.headers]
+        self._compared = [[header[:COMPARED_BYTES] for header in half] for half in segment.headers]
+        self._located = [[header[LOCATION] for header in half] for half in segment.headers]
         self._tables = segment.tables
         self._post_all, self._wait_for_all = self._semaphores.barrier(
             self._others, self._check_peers
@@ -104,6 +123,12 @@ class Meeting:
         # headers that `short_exchange` wrote for this rank in even and odd collectives
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._other, self._regions = other, Regions(self.links)
+        self._staging: dict[int, Tensor] = {}
+        self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
+        self._crowded = self._spins == 1
+        self._ring: int | None = None
+        self.is_awaited: Callable[[], bool] = lambda: False
 
     def begin(self, mark: int, seconds: float) -> None:
         """Begin an operation, before its first `announce`.
@@ -179,34 +204,12 @@ class Meeting:
 
         return exchange
 
-    def announcer(self, call: Call) -> Callable[[Location], None]:
-        """Return a function that runs `announce` with a location, for a call that is repeated.
-
-        Args:
-            call: Call without tables and without data beside its header.
-        """
-        start, rank = packed(call, Location(INLINE))[:-LOCATION_BYTES], self.rank
-        own = [half[rank] for half in self._headers]
-
-        def announce(location: Location) -> None:
-            self._next(call.kind)
-            buffer, self._shown[self._parity] = own[self._parity], None
-            buffer[: len(start)] = start
-            write_location(buffer, location)
-            if self._mark:
-                write_mark(buffer, self._mark)
-                self._mark = 0
-            self._meet(tables=False)
-
-        return announce
-
     def _next(self, kind: str) -> None:
         self._kind = kind
         self._parity ^= 1
-        self._forget_last()
-
-    def _forget_last(self) -> None:
-        """Hook at the start of a collective: all ranks have ended the one before the last."""
+        self._ring = None
+        # all ranks have ended the collective before the last
+        self._regions.release_ended(self._deadline.seconds)
 
     def _meet(self, *, tables: bool) -> None:
         self._post_all()
@@ -323,6 +326,9 @@ class Meeting:
         for kept in (*kept_views, self._views):
             kept.clear()
         self._placement.close()
+        self._regions.close()
+        self._staging.clear()
+        self._upfront.clear()
 
     def _check_peers(self, missing: Sequence[int]) -> None:
         # read lost peers before the semaphores: a peer may post and then leave, and its post must
@@ -339,56 +345,7 @@ class Meeting:
                 "give the group a longer timeout"
             )
 
-
-@cache
-def _memmove() -> Callable[[int, int, int], None]:
-    """Return the C library's memmove, called with the GIL, which could take 5 ms to reacquire."""
-    function = ctypes.PyDLL(None).memmove
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-    return function
-
-
-UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
-"""Sizes of upfront regions. Ordinary tensors up to the first size are copied before the ranks meet,
-which saves a wait. Above it, copying in and out at the same time is faster, if there are enough
-cores."""
-
-
-class GroupState(Meeting):
-    """State of a group on one rank.
-
-    Args:
-        peers: Connection to each other rank.
-        other: Handler of messages that do not concern regions; see `receive` of `Links`.
-        on_lost: Handler of lost peers; see `Links`.
-
-    Attributes:
-        links: Connections to the peers.
-        is_awaited: Function that returns True while the main thread only waits for the running
-            operation.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        peers: dict[int, socket.socket],
-        other: Receive,
-        on_lost: Callable[[int], Callable[[], None] | None],
-        deadline: Deadline,
-    ) -> None:
-        self._other = other
-        super().__init__(rank, size, peers, self._receive, on_lost, deadline)
-        self._regions = Regions(self.links)
-        self._staging: dict[int, Tensor] = {}
-        self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
-        self._crowded = self._spins == 1
-        self._ring: int | None = None
-        self.is_awaited: Callable[[], bool] = lambda: False
-
-    def _forget_last(self) -> None:
-        self._ring = None
-        self._regions.release_ended(self._deadline.seconds)
+    # --- longer data, in regions and staging slots ---
 
     def pipeline(
         self, pieces: int, *, stages: int, partners: Sequence[int] | None = None
@@ -538,13 +495,6 @@ class GroupState(Meeting):
             spins, yields = spins_beside(self._processes[peer]), 0
         is_beside = partial(self._placement.is_beside, peer)
         return MessageRing(memory, spins, yields, is_beside, create=create)
-
-    def close(self) -> None:
-        """Leave the group."""
-        super().close()
-        self._regions.close()
-        self._staging.clear()
-        self._upfront.clear()
 
     def _receive(self, peer: int, message: Message) -> Callable[[], None] | None:
         if message.kind in (Kind.REGION, Kind.RELEASE):

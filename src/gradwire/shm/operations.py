@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +29,7 @@ from gradwire.shm.tensors import (
     check_results,
     check_sparse,
     check_transfer,
+    checksum,
     checksum_of,
     common_base,
     equal_parts,
@@ -99,14 +98,14 @@ class Reductions:
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
-        checksum, filled = checksum_of(tensors), kept(tensors, opts)
+        number, filled = checksum_of(tensors), kept(tensors, opts)
 
         def job() -> None:
             flats: Iterable[Tensor] = map(flat_of, filled)
             if may_overlap(filled):  # reduce the values from before the call
                 flats = [flat.clone() for flat in flats]
             for tensor, flat in zip(filled, flats, strict=True):
-                call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
+                call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=number)
                 group.state.reduce(call, flat)
                 if root in (-1, group.rank):
                     write_back(tensor, flat)
@@ -147,11 +146,11 @@ class Reductions:
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
             check_parts(whole=source, part=output, size=group.size)
-        checksum = checksum_of(outputs)
+        number = checksum_of(outputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             for out, flat in zip(results, flats, strict=True):
-                call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
+                call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=number)
                 blocks = equal_parts(flat, group.size)
                 group.state.reduce_scatter(call, blocks, out, base=flat)
 
@@ -181,10 +180,10 @@ def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None
     """
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
-    checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
+    described = checksum([NUMBERS[own.dtype], dims, *own.shape])
     count = torch.tensor([own._nnz()], dtype=torch.int64)
     counts = torch.empty(size, dtype=torch.int64)
-    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=described)
     state.exchange(call, [count], counts.split(1), shared=True)
     sizes: list[int] = counts.tolist()
     keys = _gather(state, _keys(own), sizes)
@@ -290,12 +289,12 @@ class Movement:
         for output, source in paired(outputs, inputs):
             check_transfer([source], [output])
             check_parts(whole=output, part=source, size=group.size)
-        checksum = checksum_of(inputs)
+        number = checksum_of(inputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             for into, flat in zip(results, flats, strict=True):
                 parts = equal_parts(into, group.size)
-                call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
+                call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=number)
                 group.state.exchange(call, [flat], parts, base=flat, shared=True)
 
         opts = opts or AllgatherOptions()

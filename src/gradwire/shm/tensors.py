@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -203,12 +203,16 @@ def only(items: Sequence[T]) -> T:
     return items[0]
 
 
+def checksum(numbers: Iterable[int]) -> int:
+    """Return a checksum of integers, for the header."""
+    return zlib.crc32(array("q", numbers))
+
+
 def checksum_of(tensors: Sequence[Tensor]) -> int:
     """Return a checksum of a list's dtypes and sizes for the header; 0 for a single tensor."""
     if len(tensors) < 2:
         return 0
-    numbers = [n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel())]
-    return zlib.crc32(array("q", numbers))
+    return checksum(n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel()))
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
