@@ -78,7 +78,7 @@ class RingMessages:
             check_tensors(tensors)
             data = flat_of(tensor)
         # before the message is sent: a dump then names a send that hangs
-        ring.begin_message(group.recorder.group, "send", tensor, dst, _ended)
+        ring.begin_message(group.recorded, "send", tensor, dst, _ended)
         self._mailbox.last_post = 0.0
         self._outgoing[dst].send(tag, data, Deadline(group.seconds))
         return ended(tensors)
@@ -93,7 +93,7 @@ class RingMessages:
         is_plain = is_ordinary(tensor) and tensor.dtype in NUMBERS
         if not is_plain:
             check_results(tensors)
-        entry = ring.begin_message(group.recorder.group, "recv", tensor, peer, _ended)
+        entry = ring.begin_message(group.recorded, "recv", tensor, peer, _ended)
         if src is not None and is_plain and self.incoming[src].take_now(tensor, tag):
             return ended(tensors, src)
         senders = list(self.incoming.values()) if src is None else [self.incoming[src]]

@@ -26,10 +26,11 @@ from torch.distributed.distributed_c10d import BarrierOptions
 from gradwire._processes import Deadline
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import ArgumentError, DistributedError, NotSupportedError
+from gradwire.recorder import RecordedGroup
 from gradwire.shm.operations import Movement, Reductions
 from gradwire.shm.point_to_point import RingMessages
 from gradwire.shm.reduction import KnownCalls, SharedMemory
-from gradwire.shm.shm_group import Group, Observer, Recorder
+from gradwire.shm.shm_group import Group, Observer
 from gradwire.shm.work import Queue
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
@@ -107,8 +108,7 @@ class Operations(Reductions, Movement):
     """All operations of a group, and its end."""
 
     def __init__(self, group: Group) -> None:
-        self._group, self._recorder = group, Recorder(self)
-        group.recorder = self._recorder
+        self._group, group.recorded = group, RecordedGroup(self)
         _GROUPS.add(self)
         _JOINED.add(self)
 
@@ -148,7 +148,7 @@ class Operations(Reductions, Movement):
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of submitted collectives, equal on ranks that are in step."""
-        return self._recorder.submitted
+        return self._group.submitted
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
@@ -163,11 +163,11 @@ class Operations(Reductions, Movement):
     @property
     def observer(self) -> Observer | None:
         """Function called with each collective at its submission, or None."""
-        return self._recorder.observer
+        return self._group.observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        self._recorder.observer = observer
+        self._group.observer = observer
 
     def marked(self, mark: int) -> AbstractContextManager[None]:
         """Send a mark with the next collective that this thread submits; see `Group.marked`."""

@@ -1,4 +1,7 @@
-"""Record of a group on one rank: its operations, and the reason why it cannot be used any more."""
+"""A group on one rank: it has a state, a queue of operations, a record of them, and an end.
+
+An operation whose caller waits runs in the caller's thread, the others in the group's thread.
+"""
 
 from __future__ import annotations
 
@@ -25,88 +28,6 @@ UNOBSERVED: Observed = ("a collective", 0, 0, ())
 Observer = Callable[[str, int, int, Sequence[Sequence[Tensor]]], None]
 """Function called with the fields of `Observed` for each collective at submission. Groups in C++
 are observed through torch's dispatcher instead."""
-
-
-class Usability:
-    """Reason for which a group cannot be used; only its `Group` changes it.
-
-    Attributes:
-        closed: Reason for which this rank has left; "" while it is in the group.
-        release_pending: True if this rank has left amid an operation that still uses the memory.
-    """
-
-    def __init__(self) -> None:
-        self.closed = ""
-        self.release_pending = False
-        self._failure: BaseException | None = None  # a copy, never raised itself
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Error of the operation that made the group unusable, to be raised; None if usable."""
-        return None if self._failure is None else without_frames(self._failure)
-
-    def close(self, reason: str) -> bool:
-        """Record that this rank leaves; return False if it had left before."""
-        joined, self.closed = not self.closed, reason
-        return joined
-
-    def fail(self, error: BaseException) -> bool:
-        """Record the error of an operation; return False if one had failed before."""
-        if self._failure is not None:
-            return False
-        self._failure = without_frames(error)
-        return True
-
-    def check(self) -> None:
-        """Raise a BrokenGroupError if this rank has left the group or an operation has failed."""
-        if self.closed:
-            raise BrokenGroupError(self.closed)
-        if self._failure is not None:
-            raise BrokenGroupError(
-                "the group is unusable because an operation failed with "
-                f"{type(self._failure).__name__}: {self._failure}; destroy it and make a new one"
-            ) from self._failure
-
-
-class Recorder:
-    """Record of a group's operations for `gradwire.recorder`, and for an observer.
-
-    Args:
-        backend: Backend or process group under which torch.distributed knows the group.
-
-    Attributes:
-        group: Group of the recorder's entries.
-        submitted: Number of submitted collectives, equal on ranks that are in step.
-        observer: Function called with each collective at its submission, or None.
-    """
-
-    def __init__(self, backend: object) -> None:
-        self.group = RecordedGroup(backend)
-        self.submitted = 0
-        self.observer: Observer | None = None
-
-    def begin(
-        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], observed: Observed
-    ) -> Entry | None:
-        """Record the submission of a collective."""
-        self.submitted += 1
-        entry = ring.begin(self.group, self.submitted, op, inputs, outputs)
-        if self.observer is not None:
-            self.observer(*observed)
-        return entry
-
-    def begin_known(self, known: KnownCall, tensors: Sequence[Tensor], op: int) -> Entry | None:
-        """Record the submission of an all_reduce with a cached setup."""
-        if known.like is None:
-            entry = self.begin("all_reduce", tensors, tensors, ("allreduce_", 0, op, (tensors,)))
-            if entry is not None and self.group.named:
-                known.like = entry.copy()
-            return entry
-        self.submitted += 1
-        entry = ring.begin_again(known.like, self.submitted, "a known all_reduce")
-        if self.observer is not None:
-            self.observer("allreduce_", 0, op, (tensors,))
-        return entry
 
 
 class Messages(Protocol):
@@ -142,10 +63,11 @@ class Group:
         seconds: Timeout of operations without their own; may be changed.
         known: Cached setups of calls; None if there are none.
         teams: Ranks of each host.
-        recorder: Recorder of the group, set by the process group or backend that has it.
+        closed: Reason for which this rank has left; "" while it is in the group.
+        recorded: Group of the recorder's entries, set by the process group or backend.
+        submitted: Number of submitted collectives, equal on ranks that are in step.
+        observer: Function called with each collective at its submission, or None.
     """
-
-    recorder: Recorder
 
     def __init__(
         self,
@@ -160,14 +82,29 @@ class Group:
     ) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
         self.state, self.messages, self.known = state, messages, known
-        self._queue, self._usability, self._marks = queue, Usability(), _Marks()
-        self.check_usable = self._usability.check
+        self._queue, self._marks = queue, _Marks()
+        self.closed = ""
+        self._release_pending = False  # left amid an operation that still uses the memory
+        self._failure: BaseException | None = None  # a copy, never raised itself
+        self.recorded: RecordedGroup
+        self.submitted = 0
+        self.observer: Observer | None = None
         self.teams = teams or (tuple(range(size)),)
 
     @property
     def failure(self) -> BaseException | None:
         """Error of the operation that made the group unusable, to be raised; None if usable."""
-        return self._usability.failure
+        return None if self._failure is None else without_frames(self._failure)
+
+    def check_usable(self) -> None:
+        """Raise a BrokenGroupError if this rank has left the group or an operation has failed."""
+        if self.closed:
+            raise BrokenGroupError(self.closed)
+        if self._failure is not None:
+            raise BrokenGroupError(
+                "the group is unusable because an operation failed with "
+                f"{type(self._failure).__name__}: {self._failure}; destroy it and make a new one"
+            ) from self._failure
 
     def submit(
         self,
@@ -189,9 +126,9 @@ class Group:
             op: Name of the collective in the recorder.
             sources: Tensors that it reads, if not `tensors`.
         """
-        self._usability.check()
+        self.check_usable()
         inputs = tensors if sources is None else sources
-        entry = self.recorder.begin(op, inputs, tensors, observed)
+        entry = self._record(op, inputs, tensors, observed)
         if any(map(Tensor.is_inference, tensors)):
             job = partial(_in_inference_mode, job)
         return self._run_or_queue(job, tensors, opts, entry)
@@ -200,10 +137,29 @@ class Group:
         self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
     ) -> Work:
         """Submit an all_reduce with a cached setup and the reduce op of this number."""
-        self._usability.check()
-        entry = self.recorder.begin_known(known, tensors, number)
+        self.check_usable()
+        if known.like is None:
+            observed = ("allreduce_", 0, number, (tensors,))
+            entry = self._record("all_reduce", tensors, tensors, observed)
+            if entry is not None and self.recorded.named:
+                known.like = entry.copy()
+        else:
+            self.submitted += 1
+            entry = ring.begin_again(known.like, self.submitted, "a known all_reduce")
+            if self.observer is not None:
+                self.observer("allreduce_", 0, number, (tensors,))
         job = partial(known, kept(tensors, opts)[0])
         return self._run_or_queue(job, tensors, opts, entry)
+
+    def _record(
+        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], observed: Observed
+    ) -> Entry | None:
+        """Record the submission of a collective for `gradwire.recorder` and the observer."""
+        self.submitted += 1
+        entry = ring.begin(self.recorded, self.submitted, op, inputs, outputs)
+        if self.observer is not None:
+            self.observer(*observed)
+        return entry
 
     def submit_into(
         self,
@@ -255,12 +211,12 @@ class Group:
             except BaseException:  # or it raises now
                 self._queue.leave()
                 raise
-            if self._usability.release_pending:
+            if self._release_pending:
                 self._release_if_left()
         return True
 
     def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        self._usability.check()  # an earlier operation may have failed
+        self.check_usable()  # an earlier operation may have failed
         self._run(job, mark, seconds, entry)
 
     def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
@@ -320,29 +276,31 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Make the group unusable, and report the error to the other ranks."""
-        if self._usability.fail(error):
+        if self._failure is None:
+            self._failure = without_frames(error)
             self.state.report_failure(error)
 
     def leave(self, reason: str) -> None:
         """Leave the group; peers that still wait for this rank get an error."""
-        if not self._usability.close(reason):
+        joined, self.closed = not self.closed, reason
+        if not joined:
             return
         if self._queue.runs_in_this_thread():
             # a signal handler called this amid an operation of this thread, which still uses the
             # memory. The operation fails when the handler returns, and its end then releases
             self.state.abort(BrokenGroupError(reason))
-            self._usability.release_pending = True
+            self._release_pending = True
         else:
             self._release()
 
     def abort(self, reason: str) -> None:
         """Make pending operations of this rank fail, if it is in the group."""
-        if not self._usability.closed:
+        if not self.closed:
             self.state.abort(BrokenGroupError(reason))
 
     def abort_and_leave(self) -> None:
         """Leave the group at once; pending operations fail."""
-        if not self._usability.closed:
+        if not self.closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self.fail(error)
             self.state.abort(error)
@@ -351,23 +309,22 @@ class Group:
 
     def leave_in_child(self) -> None:
         """Close inherited sockets in a forked child, in which the group cannot be used."""
-        if not self._usability.closed:
-            reason = "this process was forked from a rank: only the rank can use its groups"
-            self._usability.close(reason)
+        if not self.closed:
+            self.closed = "this process was forked from a rank: only the rank can use its groups"
             self.state.close_in_child()
 
     def _release_if_left(self) -> None:
-        if self._usability.release_pending and not self._queue.runs_in_this_thread():
+        if self._release_pending and not self._queue.runs_in_this_thread():
             self._release()
 
     def _release(self) -> None:
         """Leave the group; no operation of this thread uses its memory any more."""
-        self._usability.release_pending = False
+        self._release_pending = False
         self._queue.close()
         if self.known is not None:
             self.known.clear()
         self.state.close()
-        error = BrokenGroupError(self._usability.closed)
+        error = BrokenGroupError(self.closed)
         self.state.abort(error)
         self.messages.fail_all(error)
         # parts of a group refer to each other: without this, rings would stay until garbage is
