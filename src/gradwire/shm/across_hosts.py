@@ -28,14 +28,7 @@ from torch.distributed import ReduceOp
 from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.engine import Transfer, Transport
-from gradwire.shm.header import (
-    INLINE,
-    Call,
-    Location,
-    check_consistent,
-    header_bytes,
-    write,
-)
+from gradwire.shm.header import INLINE, Call, Location, check_consistent, header_bytes, write
 from gradwire.shm.reduction import HALF, SUM, SharedMemory, number_of, reduce_into
 from gradwire.shm.rendezvous import Teams
 from gradwire.shm.tensors import checksum_of

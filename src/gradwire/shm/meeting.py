@@ -39,15 +39,7 @@ from gradwire.shm.header import (
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.message_ring import RING_BYTES, MessageRing
-from gradwire.shm.regions import (
-    MESSAGE_RING,
-    RINGS,
-    STAGING,
-    UPFRONT,
-    Regions,
-    Ring,
-    ring_for,
-)
+from gradwire.shm.regions import MESSAGE_RING, RINGS, STAGING, UPFRONT, Regions, Ring, ring_for
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.semaphores import form, spins_beside, spins_for
 

@@ -218,12 +218,7 @@ class SharedMemory(Movement):
             count_write(flat)  # other ranks may have written all of it, if its own share is empty
 
     def reduce_scatter(
-        self,
-        call: Call,
-        blocks: Sequence[Tensor],
-        out: Tensor,
-        *,
-        base: Tensor | None = None,
+        self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
     ) -> None:
         """Set `out` to the reduction of the blocks that all ranks have for this one.
 
