@@ -13,22 +13,23 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from gradwire._processes import Deadline
+from gradwire._rendezvous import values_of_ranks
 from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PeerLostError
 
-_POLL = timedelta(seconds=0.5)
-_LINGER_S = 4 * _POLL.total_seconds()
+_JOIN = "join the group"
+_LINGER_S = 2.0  # four times the interval at which ranks look for claims
 _MISMATCH = b"mismatch: "
 
 
@@ -85,7 +86,9 @@ class Forming:
         self.store.set(f"available/{self._rank}", "yes" if available else "no")
         size = len(self._members)
         try:
-            answers = of_ranks(self.store, "available", size, timeout, self._check_members)
+            answers = values_of_ranks(
+                self.store, "available", size, _JOIN, timeout=timeout, check=self._check_members
+            )
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(f"{error}{self._where_others_are()}") from error
         for answer in answers:
@@ -132,68 +135,11 @@ class Forming:
         return f"; under the same name, {', '.join(others)}" if others else ""
 
 
-def of_ranks(
-    store: Store,
-    step: str,
-    count: int,
-    timeout: timedelta | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> list[bytes]:
-    """Return the values that the first `count` ranks set, read in one request.
-
-    Args:
-        store: Store used by the group alone.
-        step: First part of the keys.
-        count: Number of ranks.
-        timeout: Timeout for all ranks; at most, and by default, that of the store.
-        check: Function called while ranks are missing; its exceptions propagate.
-
-    Raises:
-        CollectiveTimeoutError: Ranks set nothing within the timeout.
-        PeerLostError: The rank whose process has the store is gone.
-    """
-    if not count:
-        return []
-    keys = [f"{step}/{rank}" for rank in range(count)]
-    of_store: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
-    timeout = of_store if timeout is None else min(timeout, of_store)
-    try:
-        _wait(store, keys, timeout, check)
-        return store.multi_get(keys)
-    except dist.DistNetworkError as error:
-        raise PeerLostError(
-            f"the group's store does not answer (the rank that hosts it is gone): {error}"
-        ) from error
-    except RuntimeError as error:  # a FileStore's is a plain one
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if isinstance(error, MismatchError) or not missing:
-            raise
-        raise CollectiveTimeoutError(
-            f"ranks {missing} did not join the group within {timeout.total_seconds():g} s"
-        ) from error
-
-
-def _wait(store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]) -> None:
-    """Wait for keys up to a timeout, and call `check` every half second."""
-    deadline = monotonic() + timeout.total_seconds()
-    while True:
-        left = timedelta(seconds=deadline - monotonic())
-        try:
-            store.wait(keys, min(_POLL, left))
-            return
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:
-            if left < _POLL:
-                raise
-        check()
-
-
 _FAILED = b"failed: "
 
-_GREETING = struct.Struct("<qqi")
-"""UUID of the group, digest of its ranks, and rank or, on failure, ~rank."""
-_NO_GREETING = None, 0, 0
+_GREETING = struct.Struct("<qi")
+"""Identity of the group, and rank or, on failure, ~rank."""
+_NO_GREETING = None, 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, from SO_PEERCRED
 
 
@@ -250,9 +196,9 @@ def _connect(
     label = f"/{host}".encode()
     with Listener() as listener:
         store.set(f"address/{rank}", listener.name + label.decode())
-        for lower, address in enumerate(of_ranks(store, "address", rank)):
+        for lower, address in enumerate(values_of_ranks(store, "address", rank, _JOIN)):
             name, _, of_host = address.partition(b"/")
-            connection = _connect_to(name, identity, 0, rank) if b"/" + of_host == label else None
+            connection = _connect_to(name, identity, rank) if b"/" + of_host == label else None
             if connection is not None:
                 peers[lower] = connection
         store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
@@ -261,7 +207,7 @@ def _connect(
         for lower in peers.keys() - set(own):
             peers.pop(lower).close()
         higher = [other for other in own if other > rank]
-        listener.accept(peers, higher, identity, 0, Deadline(timeout.total_seconds()))
+        listener.accept(peers, higher, identity, Deadline(timeout.total_seconds()))
         return teams
 
 
@@ -271,7 +217,7 @@ def _reached(store: Store, size: int) -> list[list[int]]:
     Raises:
         PeerFailedError: A rank failed.
     """
-    answers = of_ranks(store, "reached", size)
+    answers = values_of_ranks(store, "reached", size, _JOIN)
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             reason = answer.removeprefix(_FAILED).decode(errors="replace")
@@ -310,21 +256,12 @@ class Listener:
         self,
         peers: dict[int, socket.socket],
         ranks: Collection[int],
-        uuid: int,
-        members: int,
+        identity: int,
         deadline: Deadline,
     ) -> None:
-        """Fill `peers` with a connection from each of these ranks.
-
-        Args:
-            peers: Connections so far, by rank.
-            ranks: Ranks whose connections to wait for.
-            uuid: UUID of the group; connections with another one are closed.
-            members: Digest of the group's members, in rank order.
-            deadline: Deadline for all connections.
+        """Fill `peers` with a connection from each of these ranks, and close those of other groups.
 
         Raises:
-            MismatchError: One of the ranks has other members for this uuid.
             PeerFailedError: One of the ranks failed.
             TimeoutError: A rank did not connect in time.
         """
@@ -332,19 +269,12 @@ class Listener:
             self._socket.settimeout(_left(deadline))
             connection, _ = self._socket.accept()
             connection.settimeout(_left(deadline))
-            theirs, digest, rank = _greeting(connection) if _same_user(connection) else _NO_GREETING
-            if (theirs, digest) == (uuid, members) and rank in ranks and rank not in peers:
+            theirs, rank = _greeting(connection) if _same_user(connection) else _NO_GREETING
+            if theirs == identity and rank in ranks and rank not in peers:
                 peers[rank] = connection
                 continue
             connection.close()
-            if theirs != uuid:
-                continue
-            if digest != members:
-                raise MismatchError(
-                    f"rank {rank if rank >= 0 else ~rank} of the new group has other members, or "
-                    "the same in another order: give the same list on all ranks"
-                )
-            if rank < 0:
+            if theirs == identity and rank < 0:
                 raise PeerFailedError(f"rank {~rank} of the new group could not form it")
 
 
@@ -357,33 +287,30 @@ def connect_by_name(
         listener: Listener of this rank.
         names: Names of all ranks' listeners.
         rank: Rank of this process.
-        uuid: UUID of the group, equal on all ranks and never used before.
+        uuid: Number of the group, equal on all ranks and never used before.
         deadline: Deadline for all connections.
 
     Raises:
         PeerLostError: No process of this user on this host listens under one of the names.
         PeerFailedError: Another rank failed.
-        MismatchError: Another rank has other members for this uuid.
         CollectiveTimeoutError: Another rank did not connect in time.
     """
-    members = identity_of(list(names))
+    identity = identity_of(uuid, list(names))
     peers: dict[int, socket.socket] = {}
     try:
         for lower in range(rank):
-            connection = _connect_to(names[lower].encode(), uuid, members, rank)
+            connection = _connect_to(names[lower].encode(), identity, rank)
             if connection is None:
                 raise PeerLostError(
                     f"rank {lower} of the new group has ended, or is on another host"
                 )
             peers[lower] = connection
-        listener.accept(peers, range(rank + 1, len(names)), uuid, members, deadline)
-    except (PeerLostError, PeerFailedError, MismatchError, TimeoutError) as error:
+        listener.accept(peers, range(rank + 1, len(names)), identity, deadline)
+    except (PeerLostError, PeerFailedError, TimeoutError) as error:
         for connection in peers.values():
             connection.close()
         for name in names:  # report the failure, so that no rank waits for this one
-            itself = name == listener.name
-            other = None if itself else _connect_to(name.encode(), uuid, members, ~rank)
-            if other is not None:
+            if name != listener.name and (other := _connect_to(name.encode(), identity, ~rank)):
                 other.close()
         if isinstance(error, TimeoutError):
             missing = sorted(set(range(len(names))) - set(peers) - {rank})
@@ -396,8 +323,8 @@ def connect_by_name(
 
 def report_absent(listener: Listener, names: Sequence[str], uuid: int, rank: int) -> None:
     """End a `connect_by_name` of this process that waits for a rank which will not connect."""
-    connection = _connect_to(listener.name.encode(), uuid, identity_of(list(names)), ~rank)
-    if connection is not None:
+    identity = identity_of(uuid, list(names))
+    if connection := _connect_to(listener.name.encode(), identity, ~rank):
         connection.close()
 
 
@@ -407,20 +334,20 @@ def _left(deadline: Deadline) -> float | None:
     return None if left is None else max(left, 1e-3)
 
 
-def _connect_to(name: bytes, uuid: int, members: int, rank: int) -> socket.socket | None:
+def _connect_to(name: bytes, identity: int, rank: int) -> socket.socket | None:
     """Connect to a listener; return None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):  # no socket of that name: the rank is on another host, or has ended
         connection.connect(b"\0" + name)
         if _same_user(connection):
-            connection.send(_GREETING.pack(uuid, members, rank))
+            connection.send(_GREETING.pack(identity, rank))
             return connection
     connection.close()
     return None
 
 
-def _greeting(connection: socket.socket) -> tuple[int | None, int, int]:
-    """Return uuid, digest and rank that a new connection sends; `_NO_GREETING` if it sends none."""
+def _greeting(connection: socket.socket) -> tuple[int | None, int]:
+    """Return identity and rank that a new connection sends; `_NO_GREETING` if it sends none."""
     try:
         data = connection.recv(_GREETING.size + 1)
     except ConnectionResetError:
