@@ -186,7 +186,7 @@ def large_while_the_main_thread_waits():
     store = dist.distributed_c10d._get_default_store()
 
     def tell():
-        while semaphores._MainThread.awaited is None:
+        while semaphores.MainThread.awaited is None:
             time.sleep(0.001)
         store.set("waiting", "")
 

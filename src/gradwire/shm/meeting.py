@@ -41,7 +41,7 @@ from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.message_ring import RING_BYTES, MessageRing
 from gradwire.shm.regions import MESSAGE_RING, RINGS, STAGING, UPFRONT, Regions, Ring, ring_for
 from gradwire.shm.rendezvous import process_of
-from gradwire.shm.semaphores import form, spins_beside, spins_for
+from gradwire.shm.semaphores import GroupSegment, spins_beside, spins_for
 
 _KEPT_VIEWS = 256
 
@@ -91,7 +91,7 @@ class GroupState:
         try:
             self._processes = {peer: process_of(peers[peer]) for peer in self._others}
             self._spins = spins_for(self._processes.values())
-            segment = form(rank, peers, self._spins, deadline)
+            segment = GroupSegment(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
             self.links = Links(peers, self._receive, on_lost)
         except BaseException:
@@ -103,9 +103,7 @@ class GroupState:
         self._compared = [[header[:COMPARED_BYTES] for header in half] for half in segment.headers]
         self._located = [[header[LOCATION] for header in half] for half in segment.headers]
         self._tables = segment.tables
-        self._post_all, self._wait_for_all = self._semaphores.barrier(
-            self._others, self._check_peers
-        )
+        self._semaphores.poll = self._check_peers
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
@@ -171,8 +169,8 @@ class GroupState:
             ]
         own = [half[rank][: len(header)] for half in self._headers]
         data, move = [half[rank].data_ptr() for half in halves], _memmove()
-        post, wait, shown = self._post_all, self._wait_for_all, self._shown
-        parts, size = self._compared, self.size
+        post, wait, shown = self._semaphores.post, self._semaphores.wait, self._shown
+        parts, size, others = self._compared, self.size, self._others
 
         def exchange(tensor: Tensor) -> list[Tensor]:
             self._next(call.kind)
@@ -188,8 +186,8 @@ class GroupState:
                     self._mark = 0
                 else:
                     shown[parity] = header
-            post()
-            wait()
+            post(others)
+            wait(others)
             if parts[parity].count(parts[parity][rank]) != size:
                 self._check_consistent(tables=False)
             return halves[parity]
@@ -204,8 +202,7 @@ class GroupState:
         self._regions.release_ended(self._deadline.seconds)
 
     def _meet(self, *, tables: bool) -> None:
-        self._post_all()
-        self._wait_for_all()
+        self.sync()
         # takes less than 1 µs, and turns any mismatch into the same error on all ranks
         parts = self._compared[self._parity]
         fit = self.alike = parts.count(parts[self.rank]) == self.size
@@ -257,12 +254,9 @@ class GroupState:
             partners: Ranks that this one waits for, each of which waits for this one; all others if
                 None. With few partners, the other ranks need no core for the barrier.
         """
-        if partners is None:
-            self._post_all()
-            self._wait_for_all()
-            return
-        self.post(partners)
-        self.wait(partners)
+        peers = self._others if partners is None else partners
+        self._semaphores.post(peers)
+        self._semaphores.wait(peers)
 
     def post(self, peers: Sequence[int]) -> None:
         """Signal peers, which wait for it, that this rank has finished reading their data."""
@@ -270,7 +264,7 @@ class GroupState:
 
     def wait(self, peers: Sequence[int]) -> None:
         """Wait until these peers have posted that they have finished reading this rank's data."""
-        self._semaphores.wait(peers, self._check_peers)
+        self._semaphores.wait(peers)
 
     def take_waits(self) -> dict[int, int] | None:
         """Return the ns that this rank waited for each other since the last call, or None."""
@@ -365,7 +359,7 @@ class GroupState:
             if step < posts:
                 self._semaphores.post(peers)
             if 0 <= step - lag < posts:
-                self._semaphores.wait(peers, self._check_peers)
+                self._semaphores.wait(peers)
 
     def locate(self, tensor: Tensor) -> Location:
         """Return the location of a tensor of this rank."""

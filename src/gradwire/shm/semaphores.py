@@ -21,14 +21,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire._limits import cores
 from gradwire._processes import Deadline
@@ -49,31 +46,15 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class _MainThread:
-    # condition that it waits for; not an Event: a signal handler may wait as well amid setting it
-    awaited: Callable[[], bool] | None = None
-
-
-@contextmanager
-def main_thread_waits(done: Callable[[], bool]) -> Iterator[None]:
-    """Declare that the main thread waits in the block for another thread, which may then yield.
+class MainThread:
+    """State of the main thread, while it waits for another thread, which may then yield.
 
     An asynchronous all_reduce that is waited for at once then takes 0.6 to 0.94 of the time between
     four ranks on two cores, and 0.97 to 1 between two.
-
-    Args:
-        done: Condition that the other thread makes true.
     """
-    _MainThread.awaited = done
-    try:
-        yield
-    finally:
-        _MainThread.awaited = None
 
-
-def main_thread_awaits(done: Callable[[], bool]) -> bool:
-    """Return True if the main thread waits for this condition."""
-    return _MainThread.awaited == done
+    # condition that it waits for; not an Event: a signal handler may wait as well amid setting it
+    awaited: Callable[[], bool] | None = None
 
 
 def has_semaphores() -> bool:
@@ -184,10 +165,7 @@ class Semaphore:
         Do so only in the main thread, or while it waits for another one: otherwise the group's
         thread would take the GIL from it at each attempt.
         """
-        if (
-            _MainThread.awaited is None
-            and threading.current_thread() is not threading.main_thread()
-        ):
+        if MainThread.awaited is None and threading.current_thread() is not threading.main_thread():
             return False
         if self._yields is not None:
             for _ in range(self._yields):
@@ -226,9 +204,13 @@ same, except between 3 ranks (46). If the kernel returns the core at once, it co
 _POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
 class GroupSegment:
-    """Segment of a group, as this process maps it.
+    """Segment of a group, as this process maps it: rank 0 allocates it, and sends it to the others.
+
+    It holds the semaphores, the ranks' cores and, for each rank, two headers with short data
+    ("inline") beside them. There are two because a fast rank may begin the next collective while a
+    slow one still reads the headers of the last. It cannot begin the one after that, which needs a
+    post of the slow rank.
 
     Attributes:
         semaphores: Semaphores of the group.
@@ -238,61 +220,52 @@ class GroupSegment:
             each other, as int64 tensors by sender and receiver; for even and odd collectives.
         inline: Memory of the data beside each header, as uint8 tensors; for even and odd
             collectives.
-    """
-
-    semaphores: Semaphores
-    placement: Placement
-    headers: list[list[memoryview]]
-    tables: list[tuple[Tensor, Tensor]]
-    inline: list[tuple[Tensor, ...]]
-
-
-def form(
-    rank: int, peers: dict[int, socket.socket], spins: int, deadline: Deadline
-) -> GroupSegment:
-    """Allocate the group's segment on rank 0, and receive it on the others.
 
     Raises:
         PeerLostError, CollectiveTimeoutError: Rank 0 did not send it, or a rank is gone.
         DistributedError: There is not enough memory.
     """
-    ranks = len(peers) + 1
-    places_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
-    headers_at = places_at + PLACE_BYTES * ranks
-    inline_at = (headers_at + 2 * ranks * header + 4095) // 4096 * 4096
-    inline_bytes = max(_LEAST, _INLINE_BYTES // ranks // 4096 * 4096)
-    size = inline_at + 2 * ranks * inline_bytes
-    try:
-        # rank 0 initializes the semaphores before any other rank has the descriptor
-        fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
+
+    def __init__(
+        self, rank: int, peers: dict[int, socket.socket], spins: int, deadline: Deadline
+    ) -> None:
+        ranks = len(peers) + 1
+        places_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
+        headers_at = places_at + PLACE_BYTES * ranks
+        inline_at = (headers_at + 2 * ranks * header + 4095) // 4096 * 4096
+        inline_bytes = max(_LEAST, _INLINE_BYTES // ranks // 4096 * 4096)
+        size = inline_at + 2 * ranks * inline_bytes
         try:
-            memory = segment.Mapping(fd)
-            placement = Placement(memory.bytes[places_at:headers_at], rank)
-            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks, spins, placement)
-            if rank == 0:
-                semaphores.create()
-                for peer in peers.values():
-                    socket.send_fds(peer, [b"segment"], [fd])
-        finally:
-            os.close(fd)
-    except TimeoutError as error:
-        raise CollectiveTimeoutError(
-            f"rank 0 did not form the group within {deadline.seconds:g} s"
-        ) from error
-    except ConnectionError as error:
-        raise PeerLostError("a rank died or gave up while the group was formed") from error
-    starts = range(headers_at, headers_at + 2 * ranks * header, header)
-    headers = [memory.bytes[start : start + header] for start in starts]
-    numbers = memory.flat[headers_at : starts.stop].view(torch.int64).view(2, ranks, header // 8)
-    tables = numbers[..., TABLES_AT : TABLES_AT + 2 * ranks].split(ranks, dim=2)
-    inline = memory.flat[inline_at:].view(2, ranks, inline_bytes)
-    return GroupSegment(
-        semaphores,
-        placement,
-        [headers[:ranks], headers[ranks:]],
-        [(sent, expected.t()) for sent, expected in zip(*tables, strict=True)],
-        [half.unbind(0) for half in inline],
-    )
+            # rank 0 initializes the semaphores before any other rank has the descriptor
+            fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
+            try:
+                memory = segment.Mapping(fd)
+                self.placement = Placement(memory.bytes[places_at:headers_at], rank)
+                self.semaphores = Semaphores(
+                    memory.flat.data_ptr(), rank, ranks, spins, self.placement
+                )
+                if rank == 0:
+                    self.semaphores.create()
+                    for peer in peers.values():
+                        socket.send_fds(peer, [b"segment"], [fd])
+            finally:
+                os.close(fd)
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"rank 0 did not form the group within {deadline.seconds:g} s"
+            ) from error
+        except ConnectionError as error:
+            raise PeerLostError("a rank died or gave up while the group was formed") from error
+        starts = range(headers_at, headers_at + 2 * ranks * header, header)
+        headers = [memory.bytes[start : start + header] for start in starts]
+        numbers = (
+            memory.flat[headers_at : starts.stop].view(torch.int64).view(2, ranks, header // 8)
+        )
+        tables = numbers[..., TABLES_AT : TABLES_AT + 2 * ranks].split(ranks, dim=2)
+        inline = memory.flat[inline_at:].view(2, ranks, inline_bytes)
+        self.headers = [headers[:ranks], headers[ranks:]]
+        self.tables = [(sent, expected.t()) for sent, expected in zip(*tables, strict=True)]
+        self.inline = [half.unbind(0) for half in inline]
 
 
 def _receive_segment(rank_0: socket.socket, size: int, deadline: Deadline) -> int:
@@ -343,6 +316,8 @@ class Semaphores:
         address: Address of the `size` × `size` semaphores in this process.
 
     Attributes:
+        poll: Function called every 50 ms of a wait with the peers whose posts are missing; it
+            raises to end the wait.
         waited: Nanoseconds that this rank waited for each peer whose post took more than some µs;
             the reader replaces it by an empty dict.
     """
@@ -354,6 +329,7 @@ class Semaphores:
         self._placement = placement
         self._glances = min(spins, _GLANCES)
         self.waited: dict[int, int] = {}
+        self.poll: Callable[[Sequence[int]], None] = lambda missing: None
         self._from = [self._at(peer, rank) for peer in range(size)]
         # short operations use these without a method call in between
         self._post, self._try = libraries()[0].sem_post, libraries()[0].sem_trywait
@@ -385,54 +361,24 @@ class Semaphores:
         """Return True if the semaphore from `peer` has a post that was not waited for yet."""
         return self._from[peer].value() > 0
 
-    def wait(self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]) -> None:
-        """Wait for one post of each peer.
-
-        Args:
-            peers: Ranks of the peers.
-            poll: Function called every 50 ms with the peers whose posts are missing; it raises to
-                end the wait.
-        """
-        attempt, glances = self._try, range(self._glances)
+    def wait(self, peers: Sequence[int]) -> None:
+        """Wait for one post of each peer."""
+        attempt, glances, places = self._try, range(self._glances), self._from_at
         for i, peer in enumerate(peers):
-            at = self._from_at[peer]
+            at = places[peer]
             for _ in glances:
                 if attempt(at) == 0:
                     break
             else:
-                self._wait_long(peer, peers[i:], poll)
+                self._wait_long(peer, peers[i:])
 
-    def barrier(
-        self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return `post` and `wait` for these peers as functions without arguments."""
-        post, attempt, glances = self._post, self._try, range(self._glances)
-        to = [self._to_at[peer] for peer in peers]
-        places = [(i, self._from_at[peer]) for i, peer in enumerate(peers)]
-
-        def post_all() -> None:
-            for at in to:
-                post(at)
-
-        def wait_for_all() -> None:
-            for i, at in places:
-                for _ in glances:
-                    if attempt(at) == 0:
-                        break
-                else:
-                    self._wait_long(peers[i], peers[i:], poll)
-
-        return post_all, wait_for_all
-
-    def _wait_long(
-        self, peer: int, missing: Sequence[int], poll: Callable[[Sequence[int]], None]
-    ) -> None:
+    def _wait_long(self, peer: int, missing: Sequence[int]) -> None:
         semaphore, since = self._from[peer], time.perf_counter_ns()
         try:
             while not semaphore.spin():
                 if semaphore.sleep(_POLL_SECONDS):
                     break
-                poll(missing)
+                self.poll(missing)
         finally:
             waited = time.perf_counter_ns() - since
             self.waited[peer] = self.waited.get(peer, 0) + waited

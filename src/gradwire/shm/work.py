@@ -21,7 +21,7 @@ from gradwire.errors import (
     DistributedError,
     NotSupportedError,
 )
-from gradwire.shm.semaphores import main_thread_awaits, main_thread_waits
+from gradwire.shm.semaphores import MainThread
 
 _STATE = threading.RLock()
 """Lock held while an operation is marked as done; shared, as making one takes longer than a small
@@ -34,28 +34,28 @@ _RECHECK_SECONDS = 0.5  # a wait checks again: an exception may have interrupted
 
 def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     """Wait for a condition that the end of an operation makes true; return False on timeout."""
-    if threading.current_thread() is not threading.main_thread():
-        return _wait_until(done, seconds)
-    with main_thread_waits(done):
-        return _wait_until(done, seconds)
-
-
-def _wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
     end = None if seconds is None else time.monotonic() + seconds
-    while not done():
-        left = _RECHECK_SECONDS if end is None else min(end - time.monotonic(), _RECHECK_SECONDS)
-        if left <= 0:
-            return False
-        notified = threading.Lock()
-        notified.acquire()
-        try:
-            _WAITING.append(notified)
-            if not done():
-                notified.acquire(timeout=left)
-        finally:
-            with suppress(ValueError):
-                _WAITING.remove(notified)
-    return True
+    try:
+        if is_main:
+            MainThread.awaited = done
+        while not done():
+            left = _RECHECK_SECONDS
+            if end is not None and (left := min(end - time.monotonic(), left)) <= 0:
+                return False
+            notified = threading.Lock()
+            notified.acquire()
+            try:
+                _WAITING.append(notified)
+                if not done():
+                    notified.acquire(timeout=left)
+            finally:
+                with suppress(ValueError):
+                    _WAITING.remove(notified)
+        return True
+    finally:
+        if is_main:
+            MainThread.awaited = None
 
 
 def _notify() -> None:
@@ -363,7 +363,7 @@ class Queue:
     def is_awaited(self) -> bool:
         """Return True if the main thread only waits for the job that the thread runs."""
         work = self._current
-        return work is not None and main_thread_awaits(work.is_done)
+        return work is not None and MainThread.awaited == work.is_done
 
     def _is_threads(self) -> bool:
         return threading.get_ident() == self._thread_id
