@@ -160,3 +160,8 @@ class NotSavedWarning(UserWarning):
 
 class BoundEarlyWarning(UserWarning):
     """Modules imported names of PyTorch before `compat.install()`, and keep PyTorch's objects."""
+
+
+def printable(text: str) -> str:
+    """Return an error's text with control characters, line breaks among them, as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

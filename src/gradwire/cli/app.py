@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from gradwire._text import printable
 from gradwire._version import __version__
 from gradwire.cli.check import check
 from gradwire.cli.demo import demo
@@ -14,6 +13,7 @@ from gradwire.cli.doctor import doctor
 from gradwire.cli.explain import explain
 from gradwire.cli.run import run
 from gradwire.cli.timeline import timeline
+from gradwire.errors import printable
 
 
 class _App(click.Group):

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 import click
 
-from gradwire._text import printable
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, printable
 
 _MISSING = "PROGRAM is missing: pass a Python file, or -m and a module"
 _ELASTIC = "--elastic"

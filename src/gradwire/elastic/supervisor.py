@@ -26,14 +26,13 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire._processes import end_with_parent
-from gradwire._text import printable
 from gradwire.elastic.membership import (
     LAUNCH_VARIABLES,
     MEMBERS_VARIABLE,
     STORE_VARIABLE,
     parse_address,
 )
-from gradwire.errors import ArgumentError, RunOverError
+from gradwire.errors import ArgumentError, RunOverError, printable
 
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
 TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
