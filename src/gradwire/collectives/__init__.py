@@ -7,7 +7,6 @@ from gradwire.collectives.all_gather_reduce_scatter import (
 )
 from gradwire.collectives.all_reduce_vary import all_reduce, invariant, vary
 from gradwire.collectives.all_to_all_permute import all_to_all, halo_exchange, ppermute, shift
-from gradwire.collectives.backends import backend_of as backend_of
 from gradwire.collectives.coalesced import (
     all_gather_coalesced,
     all_gather_object,

@@ -7,7 +7,6 @@ from gradwire.shm.process_group import ShmProcessGroup as ShmProcessGroup
 from gradwire.shm.process_group import join as join
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 from gradwire.shm.register import shm_backend_of as shm_backend_of
-from gradwire.shm.register import with_shm as with_shm
 from gradwire.shm.rendezvous import Listener as Listener
 from gradwire.shm.rendezvous import connect_by_name as connect_by_name
 from gradwire.shm.rendezvous import report_absent as report_absent
