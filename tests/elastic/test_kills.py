@@ -39,7 +39,7 @@ def test_the_first_member_is_killed_in_a_commit_and_another_joins(
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point: str, backend: str, expected: tuple[str, list[float]]) -> None:
-    times = {"rendezvous": 1, "form": 1, "transfer": 1, "sent": 1, "map": 3}.get(point, 5)
+    times = {"rendezvous": 1, "form": 1, "transfer": 1, "sent": 1, "validate": 3}.get(point, 5)
     assert check(Plan(2, 3, backend, self_kills={1: (point, times)}), *expected)["done"] >= 2
 
 
@@ -53,9 +53,9 @@ def test_killed_after_its_state_was_sent(backend: str, expected: tuple[str, list
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["fused", "bfloat16"])
-@pytest.mark.parametrize("point", ["reduce", "map"])
+@pytest.mark.parametrize("point", ["reduce", "validate"])
 def test_killed_with_other_optimizers_and_dtypes(point: str, kind: str) -> None:
-    plan = Plan(3, 2, "gloo" if point == "map" else "shm", kind=kind, self_kills={0: (point, 3)})
+    plan = Plan(3, 2, "gloo" if point == "validate" else "shm", kind=kind, self_kills={0: (point, 3)})
     assert check(plan, *quiet_run(kind))["done"] >= 1
 
 

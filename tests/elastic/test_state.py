@@ -1,4 +1,4 @@
-"""Kept of training: reduction, restoring of buffers, and transfer to a new member."""
+"""State of training: reduction, restoring of buffers, and transfer to a new member."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import checkpoint, transfer
+from gradwire.elastic import snapshot
 from gradwire.elastic.kept import Kept
 from gradwire.errors import (
     ArgumentError,
@@ -260,11 +260,11 @@ def test_buffers_of_another_shape_are_named() -> None:
 def test_tensors_arrive_on_the_current_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's may have a number that this host has not."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert transfer.locations() == "cpu"
+    assert snapshot.locations() == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    found = transfer.locations()
+    found = snapshot.locations()
     assert isinstance(found, dict)
     assert found["cuda:0"] == found["cuda:7"] == "cuda:1"
     assert "cpu" not in found
@@ -282,8 +282,8 @@ def test_a_new_member_gets_what_a_state_dict_leaves_out() -> None:
     source.unsaved += 5
     source.weight.requires_grad_(False)
     sends, receives = state_of(source), state_of(target)
-    data = transfer.dump(sends.objects, sends.beside())
-    receives.put_beside(transfer.load(receives.objects, data))
+    data = snapshot.dump(sends.objects, sends.beside())
+    receives.put_beside(snapshot.take_over(receives.objects, data))
     assert target.unsaved.item() == 5
     assert [p.requires_grad for p in target.parameters()] == [False, True]
     with pytest.raises(MismatchError, match=r"of \[\(\(\), torch.float32\)\] here, but 6 and \[\]"):
@@ -310,8 +310,8 @@ def test_a_new_member_gets_an_optimizer_s_state_in_its_dtypes(tmp_path: Path) ->
         return state_of(model, optimizer=Precise(model.parameters()))
 
     first, second, third = built(1.0), built(0.0), built(0.0)
-    transfer.load(second.objects, transfer.dump(first.objects))
-    checkpoint.load(third.objects, checkpoint.save(first.objects, 1, tmp_path))
+    snapshot.take_over(second.objects, snapshot.dump(first.objects))
+    snapshot.load(third.objects, snapshot.save(first.objects, 1, tmp_path))
     for state in (second, third):
         for one, other in zip(first.parameters, state.parameters, strict=True):
             mine, found = (
@@ -343,10 +343,10 @@ def received(kept: dict[str, Any], onto: dict[str, Any]) -> None:
     def member(rank: int) -> None:
         prefixed = dist.PrefixStore("transfer", store)
         group = dist.ProcessGroupGloo(prefixed, rank, 2, timedelta(seconds=20))
-        own = transfer.dump(kept) if rank == 0 else None
-        data = transfer.exchange(group, own, lambda work: work.wait())
+        own = snapshot.dump(kept) if rank == 0 else None
+        data = snapshot.exchange(group, own, lambda work: work.wait())
         if rank == 1:
-            transfer.load(onto, data)
+            snapshot.take_over(onto, data)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(member, rank) for rank in range(2)]:
@@ -390,13 +390,13 @@ def test_large_models_arrive_with_their_version_of_the_format() -> None:
 def test_large_tensors_of_invalid_sizes_are_refused() -> None:
     for described in ([[-4, 2], "float32"], [[1 << 45], "float32"], [[4], "nn"]):
         with pytest.raises(DistributedError, match="rank 0 sends a state with tensors"):
-            transfer._new_tensors([described])  # type: ignore[list-item]
+            snapshot._new_tensors([described])  # type: ignore[list-item]
 
 
 def test_a_model_of_another_dtype_is_named() -> None:
     first, second = state_of(nn.Linear(2, 1)), state_of(nn.Linear(2, 1).bfloat16())
     with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here, but"):
-        transfer.load(second.objects, transfer.dump(first.objects))
+        snapshot.take_over(second.objects, snapshot.dump(first.objects))
 
 
 def test_a_state_with_more_than_plain_values_is_named() -> None:
@@ -405,7 +405,7 @@ def test_a_state_with_more_than_plain_values_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
     kept = state_of(model, optimizer=optimizer).objects
     with pytest.raises(NotSupportedError, match=r"numpy.* the kept objects \(model, optimizer\)"):
-        transfer.load(kept, transfer.dump(kept))
+        snapshot.take_over(kept, snapshot.dump(kept))
 
 
 def test_a_checkpoint_of_more_steps_than_are_asked_for() -> None:

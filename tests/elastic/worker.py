@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elastic import links
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import transfer
+from gradwire.elastic import snapshot
 from gradwire.elastic.generations import Groups
 from gradwire.elastic.runtime import Runtime
 from gradwire.elastic.steps import MemberSteps
@@ -264,7 +264,7 @@ def _arm(job: Job) -> None:
         "rendezvous": (Runtime, "_rendezvous"),
         "form": (Groups, "form"),
         "transfer": (Runtime, "_transfer"),
-        "sent": (transfer, "exchange"),
+        "sent": (snapshot, "exchange"),
         "apply": (MemberSteps, "_apply"),
         "validate": (sys.modules[__name__], "validate"),
         "settle": (MemberSteps, "settle"),

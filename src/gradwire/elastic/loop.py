@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store
 
 from gradwire._groups import mark_temporary
-from gradwire.elastic import checkpoint
+from gradwire.elastic import snapshot
 from gradwire.elastic.membership import BEAT_SECONDS, members_of_environment, store_of_environment
 from gradwire.elastic.runtime import Runtime
 from gradwire.elastic.shards import Samples, check_shards
@@ -289,14 +289,14 @@ class Run:
         if self.rank == 0:
             # a failed step may have changed them
             self._kept.put_buffers_back(self.committed_steps)
-            return checkpoint.save(
+            return snapshot.save(
                 self._kept.objects,
                 self.committed_steps,
                 folder,
                 lineage=self._kept.lineage,
                 keep=keep,
             )
-        return checkpoint.path_of(folder, self.committed_steps)
+        return snapshot.path_of(folder, self.committed_steps)
 
     def load(self, folder: str | Path) -> bool:
         """Load the checkpoint with the most steps in a folder; return False if there is none.
@@ -311,9 +311,9 @@ class Run:
             raise ArgumentError(
                 "run.load was called after the first step: call it before run.steps"
             )
-        path = checkpoint.latest(Path(folder))
+        path = snapshot.latest(Path(folder))
         if path is None:
             return False
-        self._steps.start = checkpoint.load(self._kept.objects, path)
-        self._kept.lineage = checkpoint.lineage_of(path)
+        self._steps.start = snapshot.load(self._kept.objects, path)
+        self._kept.lineage = snapshot.lineage_of(path)
         return True

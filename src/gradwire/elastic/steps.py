@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwire.ddp import digest
-from gradwire.elastic import transfer
+from gradwire.elastic import snapshot
 from gradwire.elastic.generations import let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.kept import Kept, Stepper, check_reduced
 from gradwire.elastic.runtime import Runtime
@@ -508,12 +508,12 @@ class MemberSteps:
     def _on_transfer(self, holds: bool) -> None:
         """Send the state, or receive it."""
         kept, runtime = self.kept, self.runtime
-        own = transfer.dump(kept.objects, kept.beside()) if runtime.rank == 0 else None
-        data = transfer.exchange(runtime.process_group, own, runtime.wait)
+        own = snapshot.dump(kept.objects, kept.beside()) if runtime.rank == 0 else None
+        data = snapshot.exchange(runtime.process_group, own, runtime.wait)
         # no member trains on before all have received the state; after a loss here, the member
         # reports its own earlier progress, so its parameters must not have changed
         runtime.any(False)
         if not holds:
-            kept.put_beside(transfer.load(kept.objects, data))
+            kept.put_beside(snapshot.take_over(kept.objects, data))
             kept.forget()
             self._held.clear()  # computed from another state
