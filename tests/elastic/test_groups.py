@@ -22,8 +22,8 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.generations import GenerationGroup, _in_thread, form_gloo, wait_for
 from gradwire.elastic.membership import listening_port
+from gradwire.elastic.runtime import GenerationGroup, _in_thread, form_gloo, wait_for
 from gradwire.errors import PeerLostError
 
 

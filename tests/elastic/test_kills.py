@@ -55,7 +55,9 @@ def test_killed_after_its_state_was_sent(backend: str, expected: tuple[str, list
 @pytest.mark.parametrize("kind", ["fused", "bfloat16"])
 @pytest.mark.parametrize("point", ["reduce", "validate"])
 def test_killed_with_other_optimizers_and_dtypes(point: str, kind: str) -> None:
-    plan = Plan(3, 2, "gloo" if point == "validate" else "shm", kind=kind, self_kills={0: (point, 3)})
+    plan = Plan(
+        3, 2, "gloo" if point == "validate" else "shm", kind=kind, self_kills={0: (point, 3)}
+    )
     assert check(plan, *quiet_run(kind))["done"] >= 1
 
 

@@ -24,8 +24,7 @@ from elastic import links
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import snapshot
-from gradwire.elastic.generations import Groups
-from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.runtime import Groups, Runtime
 from gradwire.elastic.steps import MemberSteps
 from gradwire.elastic.tree_sum import TreeSum
 from gradwire.errors import RunOverError

@@ -63,41 +63,22 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     about = "Run processes on this host whose training continues when any of them dies."
     usage = f"{prog} [OPTIONS] PROGRAM [ARGUMENTS...]"
     parser = argparse.ArgumentParser(usage=usage, prog=prog, description=about)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
-    parser.add_argument(
-        "--recorder",
-        metavar="DIRECTORY",
-        help="directory of dumps, which members write on failures and at the end",
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=3, help="restarts of failed processes, in all"
-    )
-    parser.add_argument("--store", help="host:port of a store that another process serves")
-    parser.add_argument(
-        "--members",
-        type=int,
-        help="number of members, on all hosts, that the first generation waits for",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        metavar="SECONDS",
-        help="end processes that still run this long after another is done (default: wait)",
-    )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS),
-        help="time between a signal such as SIGTERM and SIGKILL (default: "
-        f"{SHUTDOWN_SECONDS:g}, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
-    )
-    parser.add_argument("--serve", metavar="HOST:PORT", help="only serve a store")
-    parser.add_argument("-m", dest="module", action="store_true", help="run PROGRAM as a module")
-    parser.add_argument("script", metavar="PROGRAM", nargs="?", help="a Python file")
-    parser.add_argument(
-        "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of PROGRAM"
-    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=int, default=1, help="processes on this host")
+    add("--recorder", metavar="DIRECTORY", help="directory of members' dumps, of failures and ends")
+    add("--max-restarts", type=int, default=3, help="restarts of failed processes, in all")
+    add("--store", help="host:port of a store that another process serves")
+    add("--members", type=int, help="number of members, on all hosts, that the run begins with")
+    ends = "end processes that still run this long after another is done (default: wait)"
+    add("--grace", type=float, metavar="SECONDS", help=ends)
+    seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    until = f"time between a signal such as SIGTERM and SIGKILL (default: {SHUTDOWN_SECONDS:g}, or "
+    until += "TORCH_ELASTIC_SHUTDOWN_TIMEOUT)"
+    add("--shutdown-timeout", type=float, metavar="SECONDS", default=seconds, help=until)
+    add("--serve", metavar="HOST:PORT", help="only serve a store")
+    add("-m", dest="module", action="store_true", help="run PROGRAM as a module")
+    add("script", metavar="PROGRAM", nargs="?", help="a Python file")
+    add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
     return parser
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -160,8 +161,7 @@ class Kept:
             step: Number of the step.
             sync: True if DistributedDataParallel averages gradients and buffers itself.
         """
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.swap_gradients(repeat(None))
         self.note_versions()
         for model in self.models:
             model.require_backward_grad_sync = sync
@@ -198,17 +198,12 @@ class Kept:
             "passed to step.commit after the optimizer"
         )
 
-    def take_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of all parameters, and clear them."""
+    def swap_gradients(self, others: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """Set the gradients of all parameters, and return the previous ones."""
         taken = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return taken
-
-    def give_gradients(self, taken: Sequence[Tensor | None]) -> None:
-        """Restore the gradients that `take_gradients` returned; ignore an empty list."""
-        for parameter, gradient in zip(self.parameters, taken, strict=False):
+        for parameter, gradient in zip(self.parameters, others, strict=False):
             parameter.grad = gradient
+        return taken
 
     @torch.no_grad()
     def put_buffers_back(self, step: int) -> None:

@@ -136,7 +136,7 @@ class ShardLoader(Generic[T]):
         if options.get("num_workers"):
             options.setdefault("persistent_workers", True)
         seeded: Any = SeededDataset(dataset)
-        self._loader = DataLoader(seeded, batch_sampler=_Feed(self), **options)
+        self._loader = DataLoader(seeded, batch_sampler=_feed(ref(self)), **options)
         self._batches: Iterator[Any] | None = None  # workers start with the first batch
 
     def __getitem__(self, which: tuple[Step, Shard]) -> Any:
@@ -187,21 +187,13 @@ class ShardLoader(Generic[T]):
         return (step + 1, shards[0].first, shards[0].stop) if shards else key
 
 
-class _Feed:
-    """Infinite batch sampler.
+def _feed(loader: ref[ShardLoader[Any]]) -> Iterator[list[int]]:
+    """Yield the seed and the sample indices of each batch.
 
-    It holds a weak reference to the loader: in a cycle, garbage collection would end the workers in
-    the middle of a step, which takes up to 10 s.
+    The reference is weak: in a cycle, garbage collection would end the workers in the middle of a
+    step, which takes up to 10 s.
     """
-
-    def __init__(self, loader: ShardLoader[Any]) -> None:
-        self._loader = ref(loader)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield self._next()
-
-    def _next(self) -> list[int]:
-        loader = self._loader()
-        assert loader is not None  # the caller holds it
-        return loader.feed()
+    while (found := loader()) is not None:
+        batch = found.feed()
+        del found
+        yield batch

@@ -1,27 +1,410 @@
-"""Carry out the protocol's effects for one member: rendezvous, groups, transfers, commits."""
+"""Carry out the protocol's effects for one member: rendezvous, groups, transfers, commits.
+
+The process groups of generations are apart from torch's default group. On shm, members connect by
+the names of their listeners; on Gloo, through the store. A wait for a member that does not come is
+ended: on shm by a message, on Gloo by shutting down its connections, because Gloo itself waits
+until its timeout.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
+import os
+import socket
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp, Store, Work
+import torch.distributed as dist
+from torch.distributed import (
+    AllreduceOptions,
+    DistError,
+    PrefixStore,
+    ProcessGroup,
+    ReduceOp,
+    Store,
+    Work,
+)
 
+from gradwire._engine_errors import is_transport
+from gradwire._groups import destroy_in_thread, keep_store
+from gradwire._processes import Deadline
+from gradwire.ddp import FaultDomain, wait_work
 from gradwire.elastic import protocol as p
-from gradwire.elastic.generations import GenerationGroup, Groups, means_a_loss, wait_for
-from gradwire.elastic.membership import Membership, Monitor
+from gradwire.elastic.membership import (
+    Membership,
+    Monitor,
+    listening_port,
+    own_connection,
+    ports_of,
+    shut_down,
+    sockets,
+)
+from gradwire.elastic.protocol import Decision
 from gradwire.elastic.supervisor import report
 from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
     DistributedError,
+    HookError,
     MismatchError,
     NotSupportedError,
     PeerFailedError,
     PeerLostError,
     RunOverError,
 )
+from gradwire.shm import (
+    Listener,
+    ShmProcessGroup,
+    connect_by_name,
+    is_available,
+    join,
+    report_absent,
+)
+
+Result = TypeVar("Result")
+FORM_SECONDS = 10.0
+FORM_POLL_SECONDS = 0.01
+LACKING = (errno.ENOMEM, errno.ENOSPC)
+
+
+def wait_for(work: Work, poll: Callable[[], None], seconds: float) -> None:
+    """Wait for a collective; raise a DistributedError if it failed, whatever its backend raised.
+
+    Args:
+        work: The collective.
+        poll: Function called from time to time; raises if the generation has to end.
+        seconds: Timeout of the group.
+    """
+    error = wait_work(work, poll, on_cpu=True, seconds=seconds)
+    try:
+        if error is None:
+            return
+        poll()
+        if isinstance(error, DistributedError) or not is_transport(error):
+            raise error
+        raise PeerLostError(f"a member was lost: {error}") from error
+    finally:
+        # its traceback refers to this frame and those below, with the group: a cycle that only
+        # garbage collection would free
+        del error
+
+
+def means_a_loss(error: BaseException) -> bool:
+    """Return True if the type of an error says that a member was lost."""
+    losses = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
+    return isinstance(error, losses)
+
+
+def may_mean_a_loss(error: BaseException) -> bool:
+    """Return True if a lost member is one possible cause of an error."""
+    if isinstance(error, RunOverError):  # raised by the last commit, when all members are done
+        return False
+    unclear = (DistError, HookError, DistributedError)
+    return isinstance(error, unclear) or type(error) is RuntimeError
+
+
+def let_go(error: BaseException) -> None:
+    """Release the objects held by the frames of an error's traceback.
+
+    A frame that has the error in a variable forms a cycle with it. The cycle would keep the failed
+    group with its connections and threads until the next garbage collection.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        each = errors.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            errors += [each.__cause__, each.__context__]
+            traceback.clear_frames(each.__traceback__)  # does not clear running frames
+
+
+class GenerationGroup:
+    """Process group, and a function that makes all its operations fail, on all members."""
+
+    def __init__(self, group: ProcessGroup, store: Store, cut: Callable[[], None]) -> None:
+        self.group: ProcessGroup | None = group
+        self._cut: Callable[[], None] | None = cut
+        self._lock = threading.Lock()
+        keep_store(group, store)
+
+    def abort(self) -> None:
+        """Make all operations of the group fail; may be called from any thread."""
+        with self._lock:
+            if self._cut is not None:
+                self._cut()
+
+    def leave(self, *, failed: bool) -> None:
+        """Release the group; abort it first if it failed."""
+        if failed:
+            self.abort()
+        with self._lock:
+            group, self.group, self._cut = self.group, None, None
+        if group is not None:
+            FaultDomain.forget(group)
+            keep_store(group, None)
+            if isinstance(group, ShmProcessGroup):
+                group.shutdown()
+
+
+class Groups:
+    """Forms the groups of one member.
+
+    Args:
+        backend: "shm", or "gloo" for all groups.
+        seconds: Timeout of a group's operations.
+
+    Attributes:
+        listener: Listener that members of this host connect to; None without shared memory.
+    """
+
+    def __init__(self, backend: str, seconds: float) -> None:
+        self._uses_shm = backend == "shm" and is_available()
+        self._timeout = timedelta(seconds=seconds)
+        self.listener = Listener() if self._uses_shm else None
+        # members that failed, and since when
+        self._unformed: tuple[frozenset[int], float] | None = None
+        _ALL.add(self)
+
+    def close(self) -> None:
+        """Close the listener, whose name a forked child would otherwise keep alive."""
+        if self.listener is not None:
+            self.listener.close()
+
+    def solo(self) -> GenerationGroup:
+        """Return a group of this process alone, for the time before its first generation."""
+        store = dist.HashStore()
+        if self._uses_shm:
+            return self._over_shm({}, 0, 1, store, "solo")
+        return GenerationGroup(_gloo(store, 0, 1, self._timeout, "solo"), store, lambda: None)
+
+    def form(
+        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
+    ) -> GenerationGroup:
+        """Form the group of a generation.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
+                reason: the next rendezvous decides.
+            DistributedError: Forming has failed for so long that this member gives up.
+        """
+        try:
+            group = self._form(decision, rank, membership, monitor)
+        except DistributedError as error:
+            if means_a_loss(error):
+                self._give_up(decision, rank, error)
+            raise
+        self._unformed = None
+        return group
+
+    def _form(
+        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
+    ) -> GenerationGroup:
+        if len(decision.members) == 1:
+            return self.solo()
+        processes = [membership.process(number) for number in decision.members]
+        store, found = membership.store, [q for q in processes if q is not None]
+        if len(found) < len(processes):
+            raise PeerLostError("a member died before it wrote its process to the store")
+        generation, hosts = decision.generation, {q.host for q in found}
+
+        def poll() -> None:  # raises if the group will not be formed
+            if membership.decision(generation + 1) is not None:
+                raise PeerLostError(f"generation {generation} has ended")
+            arrived = {r.member for r in membership.arrivals(generation + 1)}
+            if gave_up := arrived.intersection(decision.members):  # newcomers can wait
+                raise PeerLostError(f"members {sorted(gave_up)} have left the generation")
+            if gone := monitor.absent(decision.members).gone:
+                raise PeerLostError(f"members {sorted(gone)} are gone")
+
+        def release(late: dict[int, socket.socket]) -> None:
+            for connection in late.values():
+                connection.close()
+
+        listener, names = self.listener, [q.listener for q in found]
+        if listener is None or len(hosts) > 1 or None in hosts or not all(names):
+            return form_gloo(rank, len(found), generation, store, self._timeout, poll)
+        connections = _in_thread(
+            lambda: connect_by_name(listener, names, rank, generation, Deadline(FORM_SECONDS)),
+            poll,
+            lambda: report_absent(listener, names, generation, rank),
+            release,
+        )
+        return self._over_shm(connections, rank, len(names), store, f"elastic {generation}")
+
+    def _over_shm(
+        self, peers: dict[int, socket.socket], rank: int, size: int, store: Store, name: str
+    ) -> GenerationGroup:
+        group = ShmProcessGroup(join(rank, peers, self._timeout.total_seconds()))
+        group.setGroupName(name)
+        return GenerationGroup(group, store, group.abort)
+
+    def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
+        """Raise if these members could not form a group for long; the last rank raises first.
+
+        The faulty member cannot be known, but one member fewer may succeed.
+        """
+        members, now = frozenset(decision.members), time.monotonic()
+        if self._unformed is None or self._unformed[0] != members:
+            self._unformed = members, now
+        patience = self._timeout.total_seconds() * (len(members) - rank)
+        if now - self._unformed[1] > patience:
+            raise DistributedError(
+                f"no group could be formed within {patience:g} s: {error}"
+            ) from error
+
+
+def form_gloo(
+    rank: int,
+    size: int,
+    generation: int,
+    store: Store,
+    timeout: timedelta,
+    poll: Callable[[], None],
+) -> GenerationGroup:
+    """Form a group over Gloo. `poll` is called while waiting; it raises if a member is lost."""
+    name = f"elastic {generation}"
+    # own connection: Gloo's blocking requests would block the shared client
+    own = PrefixStore(name, own_connection(store, FORM_SECONDS))
+    own.set_timeout(timedelta(seconds=FORM_SECONDS))
+    # all members are about to form the group before Gloo waits, because nothing ends its wait
+    own.set(f"here/{rank}", "")
+    deadline = Deadline(FORM_SECONDS)
+    while not own.check([f"here/{other}" for other in range(size)]):
+        poll()
+        if deadline.over():
+            raise CollectiveTimeoutError(f"not all members came within {FORM_SECONDS:g} s")
+        time.sleep(FORM_POLL_SECONDS / 4)
+    before = sockets()
+
+    def form() -> tuple[ProcessGroup, dict[int, int]]:
+        group = _gloo(own, rank, size, timeout, name)
+        return group, _gloo_sockets(before, own, rank, size)
+
+    group, connections = _in_thread(form, poll, lambda: None, lambda late: shut_down(late[1]))
+    return GenerationGroup(group, PrefixStore(name, store), lambda: shut_down(connections))
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
+    # Gloo waits five times its timeout for a connection, and nothing ends that wait
+    limit = timedelta(seconds=FORM_SECONDS / 5)
+    backend = dist.ProcessGroupGloo(store, rank, size, limit)
+    backend._set_default_timeout(timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    if size > 1:
+        destroy_in_thread(group, backend)
+    named: Any = group  # the stub declares another type for names
+    named._set_group_name(name)
+    group._set_group_desc("")
+    return group
+
+
+def _in_thread(
+    form: Callable[[], Result],
+    poll: Callable[[], None],
+    end: Callable[[], None],
+    release: Callable[[Result], object],
+) -> Result:
+    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises.
+
+    A result that comes too late goes to `release`.
+    """
+
+    def close(late: Future[Result]) -> None:
+        if late.exception() is None:
+            release(late.result())
+
+    future: Future[Result] = Future()
+    threading.Thread(
+        target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
+    ).start()
+    deadline = Deadline(FORM_SECONDS)
+    try:
+        while not future.done():
+            wait([future], FORM_POLL_SECONDS)
+            poll()
+            if deadline.over():
+                raise CollectiveTimeoutError(f"not all members connected within {FORM_SECONDS:g} s")
+    except BaseException:
+        future.add_done_callback(close)
+        end()
+        raise
+    try:
+        return future.result()
+    except DistributedError:
+        raise
+    except Exception as error:
+        _check_own_fault(error)
+        raise PeerLostError(f"the group could not be formed: {error}") from error
+    finally:
+        # the error's traceback refers to this frame: the cycle would keep a connection to the
+        # store open until the next garbage collection
+        del future
+
+
+def _check_own_fault(error: Exception) -> None:
+    """Raise if this process lacks memory or descriptors for a group.
+
+    Other members cannot help in this case.
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
+        raise DistributedError(f"this process lacks memory for a group: {error}") from error
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    try:
+        for _ in range(8):
+            pairs.append(socket.socketpair())
+    except OSError as error:
+        raise DistributedError(f"this process cannot open connections: {error}") from error
+    finally:
+        for end in itertools.chain(*pairs):
+            end.close()
+
+
+def _run(future: Future[Result], form: Callable[[], Result]) -> None:
+    try:
+        future.set_result(form())
+    except BaseException as error:  # raised in the waiting thread
+        future.set_exception(error)
+        del future  # as above
+
+
+def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
+    """Return the connections of a group that was just formed.
+
+    Of the new sockets, these are the connections from or to a listening port of a member: another
+    thread of this process may have opened other sockets.
+    """
+    new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+    ports = [port for fd in new if (port := listening_port(fd))]
+    store.set(f"ports/{rank}", " ".join(map(str, ports)))
+    texts = store.multi_get([f"ports/{other}" for other in range(size)])
+    known = {int(port) for text in texts for port in text.split()}
+    return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}
+
+
+_ALL: WeakSet[Groups] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for groups in list(_ALL):
+        groups.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 POLL_SECONDS = 0.002
 MAX_ATTEMPTS = 4

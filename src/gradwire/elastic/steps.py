@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from types import TracebackType
 
 import torch
@@ -15,9 +16,8 @@ from torch.optim import Optimizer
 
 from gradwire.ddp import digest
 from gradwire.elastic import snapshot
-from gradwire.elastic.generations import let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.kept import Kept, Stepper, check_reduced
-from gradwire.elastic.runtime import Runtime
+from gradwire.elastic.runtime import Runtime, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.shards import Samples, Shard, Speeds, assign, deal, seed_of
 from gradwire.elastic.tree_sum import Contribution, TreeSum, gradient_dtype
 from gradwire.errors import (
@@ -453,7 +453,7 @@ class MemberSteps:
         if means_a_loss(error) or (may_mean_a_loss(error) and self.runtime.was_lost()):
             self.runtime.lost(error)
             # the loop may clear them before the rendezvous decides to commit this step
-            self._taken = self.kept.take_gradients()
+            self._taken = self.kept.swap_gradients(repeat(None))
             let_go(error)
             return True
         if self.settings.nan_guard and isinstance(error, ReductionError) and error.parameters:
@@ -466,7 +466,7 @@ class MemberSteps:
     @torch.no_grad()
     def _apply(self) -> None:
         """Apply a committed step."""
-        self.kept.give_gradients(self._taken)
+        self.kept.swap_gradients(self._taken)
         self._taken = []
         for buffer, value in self._changed:
             buffer.copy_(value)

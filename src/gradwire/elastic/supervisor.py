@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -153,30 +154,36 @@ class _Child:
         return f"{ended} (exit code {code})" if "error" in self.said else ended
 
 
+@dataclass
 class Supervisor:
-    """Processes of one host; arguments as for `supervise`.
+    """Processes of one host.
+
+    Args:
+        command: Command and its arguments.
+        environment: Environment of the processes.
+        nproc: Number of processes.
+        restarts: Number of restarts that are left.
+        grace: Seconds to wait for processes after another is done; None for no limit.
+        shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
+        log: Function called with a line of text about each event.
 
     Attributes:
         signals: Signals that this process received and has not handled.
         stopped_by: Signal that ends all processes; 0 for none.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: dict[str, str],
-        nproc: int,
-        restarts: int,
-        grace: float | None,
-        shutdown_timeout: float,
-        log: Callable[[str], None],
-    ) -> None:
-        self._command, self._environment, self._nproc = command, environment, nproc
-        self._restarts, self._grace, self._shutdown_timeout = restarts, grace, shutdown_timeout
-        self._log = log
+    command: Sequence[str]
+    environment: dict[str, str]
+    nproc: int
+    restarts: int
+    grace: float | None
+    shutdown_timeout: float
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._running: list[_Child] = []
         self._done_at: float | None = None
-        self._patience = WAIT_SECONDS if grace is None else grace
+        self._patience = WAIT_SECONDS if self.grace is None else self.grace
         self._last_code = 0  # exit code of the process that ended last
         self._failed_code = 0  # exit code of a failure that no other process makes up for
         self._same_errors: list[tuple[str, int | None]] = []
@@ -188,9 +195,9 @@ class Supervisor:
 
     def run(self) -> int | None:
         """Return the exit code when all processes have ended; None if a signal ended them."""
-        for place in range(self._nproc):
+        for place in range(self.nproc):
             self._start(place)
-        self._log(f"started {self._names()}")
+        self.log(f"started {self._names()}")
         while self._running:
             for child in [c for c in self._running if c.process.poll() is not None]:
                 self._running.remove(child)
@@ -200,20 +207,20 @@ class Supervisor:
             self._check_time()
             time.sleep(POLL_SECONDS)
         if self.stopped_by:
-            self._log(f"all processes have ended after {_name(self.stopped_by)}")
+            self.log(f"all processes have ended after {_name(self.stopped_by)}")
             return None
         code = self._failed_code or (self._last_code if self._done_at is None else 0)
         if code and self._gave_up:
-            restarts = _restarts(self._started - self._nproc)
-            self._log(f"gave up after {restarts}: {self._gave_up}; exit code {code}")
+            restarts = _restarts(self._started - self.nproc)
+            self.log(f"gave up after {restarts}: {self._gave_up}; exit code {code}")
         else:
-            self._log(f"all processes have ended; exit code {code}")
+            self.log(f"all processes have ended; exit code {code}")
         return code
 
     def end(self) -> None:
         """End the remaining processes: SIGTERM first, then SIGKILL after the timeout."""
         self._send(signal.SIGTERM)
-        deadline = time.monotonic() + self._shutdown_timeout
+        deadline = time.monotonic() + self.shutdown_timeout
         for child in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
@@ -224,7 +231,7 @@ class Supervisor:
         self._running.clear()
 
     def _start(self, place: int) -> None:
-        self._running.append(_Child(self._command, self._environment, place))
+        self._running.append(_Child(self.command, self.environment, place))
         self._started += 1
 
     def _ended(self, child: _Child) -> None:
@@ -239,23 +246,23 @@ class Supervisor:
             return
         if self._kill_at is not None:
             self._failed_code = self._failed_code or self._last_code
-            self._log(child.end)
+            self.log(child.end)
         elif done or "over" in said:
             self._failed_code = self._last_code
-            self._log(f"{child.end}; not restarted, because the run is done")
+            self.log(f"{child.end}; not restarted, because the run is done")
         elif self._repeats(child):
             self._failed_code = self._last_code
             self._gave_up = f"every start ended with {child.error}"
-            self._log(f"{child.end}; not restarted")
+            self.log(f"{child.end}; not restarted")
             self._stop()
-        elif self._restarts:
-            self._restarts -= 1
+        elif self.restarts:
+            self.restarts -= 1
             self._start(child.place)
-            left = _restarts(self._restarts)
-            self._log(f"{child.end}; started {self._running[-1]} in its place ({left} left)")
+            left = _restarts(self.restarts)
+            self.log(f"{child.end}; started {self._running[-1]} in its place ({left} left)")
         else:
             self._gave_up = f"the last failure: {child.end}"
-            self._log(f"{child.end}; not restarted: no restarts are left")
+            self.log(f"{child.end}; not restarted: no restarts are left")
 
     def _repeats(self, child: _Child) -> bool:
         """Return True if more than `nproc` processes in a row ended with the same error.
@@ -272,19 +279,19 @@ class Supervisor:
         if self._same_errors[-1:] != [error]:
             self._same_errors.clear()
         self._same_errors.append(error)
-        return len(self._same_errors) > self._nproc
+        return len(self._same_errors) > self.nproc
 
     def _take_signal(self, number: int) -> None:
         again = number == self.stopped_by == signal.SIGINT
-        self._log(f"got {_name(number)}; sent it to {self._names()}")
+        self.log(f"got {_name(number)}; sent it to {self._names()}")
         self._send(signal.SIGKILL if again else number)
         if number in ENDING and not self.stopped_by:
             self.stopped_by = number
-            self._kill_at = time.monotonic() + self._shutdown_timeout
+            self._kill_at = time.monotonic() + self.shutdown_timeout
 
     def _stop(self) -> None:
         self._send(signal.SIGTERM)
-        self._kill_at = self._kill_at or time.monotonic() + self._shutdown_timeout
+        self._kill_at = self._kill_at or time.monotonic() + self.shutdown_timeout
 
     def _check_time(self) -> None:
         """End the processes whose time is over."""
@@ -293,16 +300,16 @@ class Supervisor:
             return
         if self._kill_at is not None:
             if now > self._kill_at:
-                self._log(f"killed {running}, after {self._shutdown_timeout:g} s")
+                self.log(f"killed {running}, after {self.shutdown_timeout:g} s")
                 self._send(signal.SIGKILL)
                 self._failed_code = self._failed_code or 1
-                self._kill_at += self._shutdown_timeout
+                self._kill_at += self.shutdown_timeout
         elif self._done_at is not None and now - self._done_at > self._patience:
-            if self._grace is None:
-                self._log(f"waiting for {running}, after another is done; --grace ends them")
+            if self.grace is None:
+                self.log(f"waiting for {running}, after another is done; --grace ends them")
                 self._patience = math.inf
             else:
-                self._log(f"ended {running}: still running {self._grace:g} s after another is done")
+                self.log(f"ended {running}: still running {self.grace:g} s after another is done")
                 self._failed_code = self._failed_code or 1
                 self._stop()
 
