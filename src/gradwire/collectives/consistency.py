@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.backends import dense, in_bytes, placeholder
+from gradwire.collectives.backends import placeholder
 from gradwire.collectives.validation import Sizes, refuse_in_transforms
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import record_error
@@ -383,13 +383,6 @@ def gather_signature(
     listed = list(sizes) if isinstance(sizes, tuple) else sizes
     detail, ragged = f"{detail}, sizes={listed}", sizes is not None
     return CallSignature(op, *tensor_fields(front), root=root, detail=detail, ragged=ragged)
-
-
-def digest(x: Tensor) -> str:
-    """Return a hash of the tensor's values, as text."""
-    own = dense(x.detach()).cpu()
-    data = in_bytes(own, (own.numel(),)).numpy().tobytes()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def wants_grad(x: Tensor) -> int:

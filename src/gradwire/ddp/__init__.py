@@ -14,7 +14,6 @@ from gradwire.ddp.reducer.reducer import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer as Reducer
 from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import describe as describe
-from gradwire.ddp.verify import digest as digest
 from gradwire.ddp.verify import verify_same as verify_same
 
 # Names imported as themselves are for other packages of gradwire, and not public.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from gradwire._digest import digest
 from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
@@ -36,9 +37,6 @@ REPLICAS_REMEDY = (
     "Change parameters by the optimizer alone, with the same gradients and on every rank, or "
     "broadcast them; check_replicas=0 lets them differ"
 )
-SMALL_BYTES = 64 << 10
-COLUMNS = 64
-"""Number of int64 columns of a tensor's bytes: their sums, from one pass, form its digest."""
 Description = list[tuple[str, str]]
 """Name of each parameter and buffer, in order, with the properties that must agree."""
 
@@ -160,54 +158,17 @@ class _Snapshot:
     def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
         self.step, self.forwards = step, ""
         self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
-        self.digest = digest([p for _, p in self._chosen])
+        self.digest = digest(part for _, p in self._chosen for part in dense_parts(p.detach()))
         self._held = self._compute_each() if changes else None
 
     def _compute_each(self) -> Description:
-        return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in self._chosen]
+        return [
+            (name, f"digest {digest(dense_parts(p.detach())).hex()[:8]}")
+            for name, p in self._chosen
+        ]
 
     def each(self) -> Description:
         return self._compute_each() if self._held is None else self._held
-
-
-def digest(tensors: Sequence[Tensor]) -> bytes:
-    """Return a digest of tensors' bits.
-
-    Example:
-        >>> a, b = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
-        >>> digest([a]) == digest([a.clone()]), digest([a]) == digest([b])
-        (True, False)
-    """
-    sums: dict[torch.device, list[Tensor]] = {}
-    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    with torch.no_grad():
-        for part in (part for t in tensors for part in dense_parts(t.detach())):
-            flat = part.resolve_conj().resolve_neg().reshape(-1)
-            if flat.nbytes < SMALL_BYTES:  # one pass over many small tensors
-                small.setdefault((flat.device, flat.dtype), []).append(flat)
-            else:
-                sums.setdefault(flat.device, []).append(_column_sums(flat))
-        for (device, _), flats in small.items():
-            sums.setdefault(device, []).append(_column_sums(torch.cat(flats)))
-        rows = [torch.stack(found).cpu() for found in sums.values()]  # one copy from each device
-    return hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).digest()
-
-
-def _column_sums(flat: Tensor) -> Tensor:
-    """Return sums of a tensor's bytes, in rows of `COLUMNS` int64."""
-    total = torch.zeros(COLUMNS, dtype=torch.int64, device=flat.device)
-    row = COLUMNS * total.itemsize
-    if flat.data_ptr() % total.itemsize:  # cannot be viewed as int64
-        flat = flat.clone()
-    as_bytes = flat.view(torch.uint8)
-    whole = as_bytes.numel() // row * row
-    if whole:
-        total += as_bytes[:whole].view(torch.int64).view(-1, COLUMNS).sum(0)
-    if whole < as_bytes.numel():
-        last = torch.zeros(row, dtype=torch.uint8, device=flat.device)
-        last[: as_bytes.numel() - whole] = as_bytes[whole:]
-        total += last.view(torch.int64)
-    return total
 
 
 def _first_difference(everyone: list[Description]) -> str:

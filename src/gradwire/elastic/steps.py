@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gradwire.ddp import digest
+from gradwire._digest import digest
 from gradwire.elastic import snapshot
 from gradwire.elastic.kept import Kept, Stepper, check_reduced
 from gradwire.elastic.runtime import Runtime, let_go, may_mean_a_loss, means_a_loss

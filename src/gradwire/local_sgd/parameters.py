@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire._digest import digest
 from gradwire.buckets import plan_buckets
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import GradBucket
@@ -121,7 +120,10 @@ class TrackedParameters:
             found.append((self.names[i], f"{p.dtype}, shape {tuple(p.shape)}"))
         for i in self.unshared:
             found.append(
-                (self.names[i], f"value before this rank's steps, {_digest(self.anchors[i])}")
+                (
+                    self.names[i],
+                    f"value before this rank's steps, {digest([self.anchors[i]]).hex()[:16]}",
+                )
             )
         return found
 
@@ -236,10 +238,3 @@ def _check_named(named: list[tuple[str, Tensor]]) -> None:
                 "module.named_parameters(prefix=...) to make the names of several modules unique"
             )
         names.add(entry[0])
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    return hashlib.blake2b(
-        ctypes.string_at(data.data_ptr(), data.nbytes), digest_size=8
-    ).hexdigest()
