@@ -58,7 +58,7 @@ def _weighted_sums(in_bytes: Tensor) -> Tensor:
     total = last.view(torch.int64)
     rows = in_bytes[:whole].view(torch.int64).view(-1, _COLUMNS)
     many = _ROWS if device.type == "cpu" else 16 * _ROWS  # launches cost more on accelerators
-    weights = 2 * torch.arange(min(many, len(rows)), device=device).unsqueeze(1) + 1
+    weights = 2 * torch.arange(min(many, len(rows)), dtype=torch.int64, device=device)[:, None] + 1
     for chunk in rows.split(many):
         total = 31 * total + (chunk * weights[: len(chunk)]).sum(0)
     return total
