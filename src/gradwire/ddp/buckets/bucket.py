@@ -191,22 +191,18 @@ class Bucket(ABC):
         record_use(getattr(self, "flat", None))
 
     def record_use_of_gradients(self) -> None:
-        """Record the use of the gradients on the current stream, before they are copied in.
-
-        Copying in may replace `.grad` by a view of the buffer, which frees the gradient. Its memory
-        may belong to another stream than its node's: autograd passes on tensors that earlier nodes
-        allocated.
-        """
+        """Record the use of the gradients on the current stream, before they are copied in."""
+        # Copying in may replace `.grad` by a view of the buffer, which frees the gradient. Its
+        # memory may belong to another stream than its node's: autograd passes on tensors that
+        # earlier nodes allocated.
         for parameter in self.parameters:
             record_use(parameter.grad)
 
 
 def record_use(tensor: Tensor | None) -> None:
-    """Tell the allocator that the current stream uses a tensor of an accelerator.
-
-    Else its memory may be used again, on the stream that it was allocated on, before this one has
-    read it.
-    """
+    """Tell the allocator that the current stream uses a tensor of an accelerator."""
+    # Else its memory may be used again, on the stream that it was allocated on, before this one
+    # has read it.
     if tensor is None or tensor.device.type not in WITH_STREAMS:
         return
     for inner in inner_tensors(tensor):
@@ -224,12 +220,7 @@ def move_out(parameter: Parameter, address: int) -> None:
 
 
 def dense_gradient(parameter: Parameter) -> Tensor:
-    """Return the parameter's gradient.
-
-    Raises:
-        ReductionError: The gradient is None.
-        NotSupportedError: The gradient is not dense, or has another dtype than the parameter.
-    """
+    """Return the parameter's gradient; raise if it is None, sparse or of another dtype."""
     gradient = parameter.grad
     dense = gradient is not None and gradient.layout == torch.strided
     if gradient is not None and dense and gradient.dtype is parameter.dtype:
@@ -254,8 +245,8 @@ def dense_gradient(parameter: Parameter) -> Tensor:
 class InPlaceBucket(Bucket):
     """Bucket of one large dense gradient, reduced in place.
 
-    The gradient is first moved to new memory if its own memory must not be written to or its
-    strides differ from the parameter's.
+    The gradient is first moved to new memory if its own must not be written to or its strides
+    differ from the parameter's.
     """
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:

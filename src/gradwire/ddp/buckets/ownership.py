@@ -24,15 +24,11 @@ holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-define
 
 
 class Ownership:
-    """A reducer's record of gradients that must not be changed.
-
-    Attributes:
-        had_gradient: Indices of parameters that had a gradient before this backward. As in PyTorch,
-            other tensors in its memory must see the result. Tensors that share memory which
-            autograd allocated in this backward need not.
-    """
+    """A reducer's record of gradients that must not be changed."""
 
     def __init__(self) -> None:
+        # parameters that had a gradient before this backward: as in PyTorch, other tensors in its
+        # memory must see the result. Those in memory that autograd allocated in this one need not
         self.had_gradient: set[int] = set()
 
     def begin(
@@ -41,26 +37,16 @@ class Ownership:
         first: int | None = None,
         incoming: Tensor | None = None,
     ) -> None:
-        """Record existing gradients when a backward begins.
-
-        Args:
-            parameters: All parameters of the reducer.
-            first: Index of the parameter whose ready gradient began the backward; None if an output
-                did.
-            incoming: Gradient that autograd passed to that parameter.
-        """
+        """Record existing gradients as a backward begins, at parameter `first` or at an output."""
         self.had_gradient = {i for i, p in enumerate(parameters) if p.grad is not None}
         if first is not None and _is_taken(parameters[first].grad, incoming):
             self.had_gradient.discard(first)
 
     @staticmethod
     def may_write(gradient: Tensor, incoming: Sequence[Tensor]) -> bool:
-        """Return True if only the parameter uses its gradient's memory, now and later.
-
-        `incoming` contains the gradient that autograd passed, which must have no other name in the
-        callers. If autograd stored it as `.grad`, it and the tensor that it is a view of also use
-        the memory until this step of backward ends.
-        """
+        """Return True if only the parameter uses its gradient's memory, now and later."""
+        # `incoming` has the gradient that autograd passed. It must have no other name in the
+        # callers: each would count as a reference.
         if type(gradient) is not Tensor:
             return False  # a subclass may hold its values elsewhere
         storage = gradient.untyped_storage()
@@ -68,6 +54,8 @@ class Ownership:
             return False  # storage that cannot be resized belongs to an array or a file
         if holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
+        # If autograd stored the incoming gradient as `.grad`, that and the tensor that it is a view
+        # of also use the memory until this step of backward ends.
         known = 1
         if _is_taken(gradient, incoming[0]):
             if holders(incoming[0]) > ITSELF_AND_ITS_OBJECT:
@@ -84,13 +72,7 @@ class Ownership:
         return _count(storage) == known
 
     def may_move(self, index: int, parameter: Parameter, *, names: int) -> bool:
-        """Return True if the gradient's tensor may be set to other memory.
-
-        Args:
-            index: Index of the parameter.
-            parameter: Parameter with a gradient.
-            names: Number of references that the caller holds: local names and tuples.
-        """
+        """Return True if a gradient with `names` in the caller may be set to other memory."""
         # An expression, not a local name: see `_measure`.
         if sys.getrefcount(parameter.grad) > GRADIENT_REFERENCES + names:
             return False  # another reference may rely on its address
@@ -109,11 +91,9 @@ class Ownership:
         ]
 
     def make_private(self, parameter: Parameter, incoming: Sequence[Tensor]) -> None:
-        """Give a new gradient its own memory if others use it, in backwards without reduction.
-
-        The next backward adds to it in place. If two gradients shared memory, each would
-        receive both sums.
-        """
+        """Give a new gradient its own memory if others use it, in backwards without reduction."""
+        # The next backward adds to it in place. If two gradients shared memory, each would receive
+        # both sums.
         gradient = parameter.grad
         if _is_taken(gradient, incoming[0]):
             assert gradient is not None
@@ -148,11 +128,9 @@ ITSELF_AND_ITS_OBJECT = 2
 
 
 def _measure(more: int) -> tuple[int, int, int]:
-    """Measure `sys.getrefcount` of tensors that C++ holds, with `more` additional references.
-
-    The argument is an expression, as in the checks above. A local name or a forwarded argument may
-    or may not count as a reference: from Python 3.14 on, the interpreter borrows references.
-    """
+    """Measure `sys.getrefcount` of tensors that C++ holds, with `more` additional references."""
+    # The argument is an expression, as in the checks above. A local name or a forwarded argument
+    # may or may not count as a reference: from Python 3.14 on, the interpreter borrows references.
     parameter, other = (torch.zeros(1, device="cpu", requires_grad=True) for _ in range(2))
     parameter.grad = torch.zeros(1, device="cpu")
     other.grad = torch.zeros(1, device="cpu").view(1)
@@ -168,15 +146,13 @@ def _measure(more: int) -> tuple[int, int, int]:
 
 
 def _references() -> tuple[int, int, int]:
-    """Return the reference counts of tensors that only autograd and the measurement hold.
-
-    Return zeros if the counts do not show an additional reference: then all gradients are copied.
-    The package may be imported in inference mode, where the `_base` of a view is None and has
-    thousands of references.
-    """
+    """Return the reference counts of tensors that only autograd and the measurement hold."""
+    # The package may be imported in inference mode, where the `_base` of a view is None and has
+    # thousands of references.
     with outside_contexts():
         alone, kept = _measure(0), _measure(1)
     noticed = all(k == a + 1 for a, k in zip(alone, kept, strict=True))
+    # without a visible additional reference, zeros: then all gradients are copied
     return alone if noticed else (0, 0, 0)
 
 
@@ -184,13 +160,9 @@ INCOMING_REFERENCES, BASE_REFERENCES, GRADIENT_REFERENCES = _references()
 
 
 def are_unused(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bool:
-    """Return True if only their list refers to any of the tensors, and none was altered.
-
-    Args:
-        tensors: Tensors, each of which was made as `.data` of a view: views would share one version
-            counter, and a write to one would count as a write to all.
-        views: The views.
-    """
+    """Return True if only their list refers to any of the tensors, and none was altered."""
+    # Each tensor was made as `.data` of its view: views would share one version counter, and a
+    # write to one would count as a write to all.
     count = len(tensors)
     # A sum is enough because no tensor has fewer references than one that only the list holds.
     # All passes are calls of C functions, 0.3 µs per tensor in total.
@@ -209,15 +181,13 @@ _attributes = attrgetter("__dict__")
 
 
 def _counts() -> tuple[int, int]:
-    """Measure the Python and C++ reference counts of a tensor that only one list holds.
-
-    Return zeros if the counts do not show a second reference: then no tensor is reused.
-    """
+    """Measure the Python and C++ reference counts of a tensor that only one list holds."""
     with outside_contexts():
         tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]
     counts = sum(map(sys.getrefcount, tensors)), sum(map(holders, tensors))
     kept = [*tensors]
     noticed = sum(map(sys.getrefcount, tensors)) == counts[0] + len(kept)
+    # zeros if a second reference does not show: then no tensor is reused
     return counts if noticed else (0, 0)
 
 

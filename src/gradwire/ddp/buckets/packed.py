@@ -94,11 +94,9 @@ class PackedBucket(Bucket):
         self._lent.set_views(self._views)
 
     def _ensure_writable(self) -> None:
-        """Before the first write of a backward, allocate a new buffer if the old one is in use.
-
-        Gradients of the last backward are in the buffer. They may be written to while they are
-        their parameters' `.grad`, but not if the user kept one and cleared `.grad`.
-        """
+        """Before the first write of a backward, allocate a new buffer if the old one is in use."""
+        # Gradients of the last backward are in the buffer. They may be written to while they are
+        # their parameters' `.grad`, but not if the user kept one and cleared `.grad`.
         self._lent.drop_unless_unused()
         if not self._views or (not self._as_views and self._is_kept()):
             self._allocate()
@@ -178,10 +176,7 @@ class PackedBucket(Bucket):
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
 
     def _outside_before(self) -> list[_Entry]:
-        """Return the entries of gradients that are not in the buffer before the reduction.
-
-        If the user has replaced a gradient and keeps the one in the buffer, move to a new buffer.
-        """
+        """Return the entries of gradients that are not in the buffer before the reduction."""
         places = range(len(self.members)) if self._deferred else self._late
         elsewhere = self._lent.not_lent(places)
         if not elsewhere:  # the usual case: checking hundreds again takes 0.1 ms
@@ -191,7 +186,8 @@ class PackedBucket(Bucket):
         if outside:
             self._lent.drop()
         if outside and self._is_kept():
-            # the other gradients in the old buffer get their results by a copy
+            # the user has replaced a gradient and keeps the one in the buffer; the others in it get
+            # their results by a copy
             left = self.flat
             self._allocate()
             self.flat.copy_(left)
@@ -200,11 +196,9 @@ class PackedBucket(Bucket):
         return outside
 
     def _outside_after(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
-        """Return the entries of gradients that are not in `source` after the reduction.
-
-        Reuses the entries from `copy_in` where they are still valid: checking a tiny gradient again
-        takes as long as copying it.
-        """
+        """Return the entries of gradients that are not in `source` after the reduction."""
+        # Entries from `copy_in` are reused where they are still valid: checking a tiny gradient
+        # again takes as long as copying it.
         copied, self._copied_in = self._copied_in, ()
         if not copied:
             return self._outside(places, source)
@@ -216,12 +210,7 @@ class PackedBucket(Bucket):
     def _outside(
         self, places: Sequence[int], source: Sequence[Tensor] | None = None
     ) -> list[_Entry]:
-        """Return the entries of gradients that do not lie in their view.
-
-        Args:
-            places: Positions to check.
-            source: Views to compare with; None for those of the buffer.
-        """
+        """Return the entries of gradients that do not lie in their view, of the buffer if None."""
         own: Sequence[Tensor] = self._views
         pointers = self._pointers
         if source is not None and source is not own:
@@ -385,11 +374,8 @@ class LentGradients:
         return len(self._own)
 
     def drop_unless_unused(self) -> None:
-        """Drop the tensors lent in the last backward unless nothing else refers to any of them.
-
-        Tensors that are kept are lent again. After a drop, remaining references count as uses of
-        the buffer.
-        """
+        """Drop the tensors lent in the last backward unless nothing else refers to any of them."""
+        # Kept ones are lent again. After a drop, remaining references count as uses of the buffer.
         if not are_unused(self._own, self._own_views):
             self.drop()
 

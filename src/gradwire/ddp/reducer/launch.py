@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,11 +114,7 @@ class Launcher:
         else:
             flat = bucket.flat
             wire = torch.view_as_real(flat) if flat.is_complex() else flat
-            try:
-                work = self._group.allreduce([wire], self._options)
-            except RuntimeError as error:
-                self._refused(error, bucket.what)
-            self.launched.append(Launched(bucket, works=[work]))
+            self.launched.append(Launched(bucket, works=[self._all_reduce(wire, bucket.what)]))
             # logged once the backend has accepted it: other ranks join logged collectives with
             # zeros
             self._domain.log.add(all_reduce_entry(wire))
@@ -218,6 +214,14 @@ class Launcher:
                     self._domain.give_up(BrokenGroupError(text), error)
             raise
 
+    def _all_reduce(self, tensor: Tensor, what: str) -> Work:
+        try:
+            return self._group.allreduce([tensor], self._options)
+        except RuntimeError as error:  # the backend refused it, or the group had failed before
+            if isinstance(error, DistributedError):
+                self._domain.give_up(self._domain.translate(error, what), error)
+            self._domain.fail(DistributedError(f"{what}: {error}"), error)
+
     # -- small messages ----------------------------------------------------------------------
 
     def start_order(self, order: Sequence[int]) -> None:
@@ -239,10 +243,7 @@ class Launcher:
         """Start to sum a small tensor over the ranks: it holds the sum once the work has ended."""
         self._wait_for_hook()
         flags = flags.to(message_device(self._group))
-        try:
-            work = self._group.allreduce([flags], AllreduceOptions())
-        except RuntimeError as error:
-            self._refused(error, "a small all_reduce or broadcast")
+        work = self._all_reduce(flags, "a small all_reduce or broadcast")
         self._domain.log.add(all_reduce_entry(flags), work)
         return flags, work
 
@@ -296,12 +297,6 @@ class Launcher:
         owner = self._owner()
         assert owner is not None
         self._domain.poll(owner)
-
-    def _refused(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raise for a collective that the backend refused, or whose group had failed before."""
-        if isinstance(error, DistributedError):
-            self._domain.give_up(self._domain.translate(error, what), error)
-        self._domain.fail(DistributedError(f"{what}: {error}"), error)
 
 
 # -- streams of accelerators -------------------------------------------------------------------

@@ -246,10 +246,8 @@ class Weights:
         return bool(self._handles)
 
     def on_forward(self) -> None:
-        """Forget a weight that a backward has used, as it does not apply to the next forward.
-
-        A forward within a backward belongs to a checkpoint, and has the backward's weight.
-        """
+        """Forget a weight that a backward has used, as it does not apply to the next forward."""
+        # a forward within a backward belongs to a checkpoint, and has the backward's weight
         if self._used and torch._C._current_graph_task_id() == -1:
             self.given = None
 
@@ -272,10 +270,7 @@ class Weights:
         return Tally(self.total, 1.0, 0.0, *forwards)
 
     def factor(self, sums: Tally, ranks: int) -> float | None:
-        """Return the factor of gradients that were summed and divided by `ranks`; None for 1.
-
-        If all weights are 0, the gradients are 0.
-        """
+        """Return the factor of gradients that were summed and divided by `ranks`; None for 1."""
         total, weighted, unweighted = sums.weight, sums.weighted, sums.unweighted
         if weighted and unweighted:
             self.fail(
@@ -286,7 +281,7 @@ class Weights:
             )
         if not weighted:
             return None
-        return ranks / total if total else 0.0
+        return ranks / total if total else 0.0  # if all weights are 0, so are the gradients
 
     def _on_incoming(
         self, index: int, incoming: tuple[Tensor | None, ...]
@@ -339,10 +334,8 @@ class Weights:
             self._counted = True
 
     def _forget_if_cleared(self) -> bool:
-        """Forget accumulated gradients if they were cleared. Return True if none are left.
-
-        Gradients whose computed values are zero count: their memory has not been written to.
-        """
+        """Forget accumulated gradients if they were cleared. Return True if none are left."""
+        # gradients whose computed values are zero count: their memory has not been written to
         if self._accumulated and all(map(self._is_cleared, (self._sampled, *self._accumulated))):
             self.total = 0.0
             self._accumulated.clear()
@@ -381,10 +374,8 @@ def _is_zero(gradient: Tensor) -> bool:
 
 
 def accumulation_node(parameter: Tensor) -> Any:
-    """Return the node of autograd that accumulates a parameter's gradient.
-
-    PyTorch finds the node through a view, whose type a subclass of Tensor may change.
-    """
+    """Return the node of autograd that accumulates a parameter's gradient."""
+    # PyTorch finds the node through a view, whose type a subclass of Tensor may change.
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
@@ -427,16 +418,13 @@ class Usage:
         return self.find_unused or self.recording
 
     def unused_in_graph(self) -> list[int] | None:
-        """Return the parameters that the running backward leaves out.
-
-        None in torch.autograd.grad of parameters, which leaves `.grad` as it is.
-        """
+        """Return the parameters that the running backward leaves out."""
         # 0.13 µs per node. Walking the graph from the outputs, as PyTorch does, would count
         # parameters as used even if the loss does not depend on their outputs
         will = torch._C._will_engine_execute_node
         try:
             return [i for i, node in enumerate(self.nodes) if not will(node)]
-        except RuntimeError:
+        except RuntimeError:  # torch.autograd.grad of parameters, which leaves `.grad` as it is
             return None
 
     def reaches_parameters(self) -> bool:
@@ -447,11 +435,8 @@ class Usage:
 
     @staticmethod
     def runs_all() -> bool:
-        """Return True if the running backward continues from its current node to all leaves.
-
-        `torch.autograd.grad` and `backward(inputs=...)` do not: they compute the gradients of some
-        tensors only.
-        """
+        """Return True if the running backward continues from its current node to all leaves."""
+        # `torch.autograd.grad` and `backward(inputs=...)` do not: they compute some gradients only
         will = torch._C._will_engine_execute_node
         reached = [torch._C._current_autograd_node()]
         seen = set(reached)
