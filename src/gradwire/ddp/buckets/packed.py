@@ -104,7 +104,7 @@ class PackedBucket(Bucket):
 
     def _is_kept(self) -> bool:
         """Return True if tensors other than the parameters' gradients use the buffer."""
-        others = uses(self.flat) - self._own_uses - self._lent.own_uses
+        others = uses(self.flat) - self._own_uses - len(self._lent.kept)
         if not others:
             return False
         in_buffer = 0
@@ -130,7 +130,7 @@ class PackedBucket(Bucket):
         self._copied_in: Sequence[_Entry] = ()
 
     def lend(self) -> None:
-        if self._deferred or not self._lent:
+        if self._deferred or not self._lent.places:
             return
         if self._writable:  # gradients are views, or an earlier backward has ended incomplete
             self._lent.drop_unless_unused()
@@ -184,7 +184,7 @@ class PackedBucket(Bucket):
         self._lent.let_go(elsewhere)
         outside = self._outside(self._used(elsewhere))
         if outside:
-            self._lent.drop()
+            self._lent.kept = []
         if outside and self._is_kept():
             # the user has replaced a gradient and keeps the one in the buffer; the others in it get
             # their results by a copy
@@ -225,7 +225,7 @@ class PackedBucket(Bucket):
             self._ensure_writable()
         if self.unused:
             self.take_back()
-        self._lent.settle()
+        self._lent.pending = False  # all have arrived
         outside = self._outside_before()
         if outside:
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
@@ -278,7 +278,7 @@ class PackedBucket(Bucket):
             view.mul_(self.scale)
 
     def zero(self) -> None:
-        self._lent.drop()
+        self._lent.kept = []
         if not self._views or uses(self.flat) > self._own_uses:
             self._allocate()
         self.flat.zero_()
@@ -352,36 +352,25 @@ class LentGradients:
     def __init__(self, parameters: Sequence[Parameter], places: Sequence[int]) -> None:
         self._parameters, self._small = parameters, places
         # Subclasses may handle gradients themselves; an empty tensor has no address.
-        self._places = [i for i in places if type(p := parameters[i]) is Parameter and p.numel()]
+        self.places = [i for i in places if type(p := parameters[i]) is Parameter and p.numel()]
         # Not None: a parameter whose gradient is None would match it.
         self._nothing: list[object] = [object()] * len(parameters)
-        self._tensors, self._pending = self._nothing, False
+        self._tensors = self._nothing
+        self.pending = False  # zeros were lent to which nothing may have been added yet
         self._versions = [0] * len(parameters)  # version counters at the time of lending
-        self._own: list[Tensor] = []  # kept from earlier backwards, one for each place
-        self._own_views: list[Tensor] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+        self.kept: list[Tensor] = []  # kept from earlier backwards, one for each place
+        self._kept_views: list[Tensor] = []
 
     def set_views(self, views: Sequence[Tensor]) -> None:
         """Set the views of a new buffer, one for each parameter."""
         self._views = views
-        self._own, self._own_views = [], [views[i] for i in self._places]
-
-    @property
-    def own_uses(self) -> int:
-        """Number of tensors kept here that use the buffer; see `drop_unless_unused`."""
-        return len(self._own)
+        self.kept, self._kept_views = [], [views[i] for i in self.places]
 
     def drop_unless_unused(self) -> None:
         """Drop the tensors lent in the last backward unless nothing else refers to any of them."""
         # Kept ones are lent again. After a drop, remaining references count as uses of the buffer.
-        if not are_unused(self._own, self._own_views):
-            self.drop()
-
-    def drop(self) -> None:
-        """Drop the tensors that were lent in earlier backwards."""
-        self._own = []
+        if not are_unused(self.kept, self._kept_views):
+            self.kept = []
 
     def lend(self, without: Collection[int], together: Tensor | None) -> None:
         """Set gradients that are None to zeros. Call `drop_unless_unused` first.
@@ -395,7 +384,7 @@ class LentGradients:
         dtype = views[0].dtype
         free = [
             i
-            for i in self._places
+            for i in self.places
             if (p := parameters[i]).grad is None
             and p.requires_grad
             and p.grad_dtype is dtype
@@ -412,11 +401,11 @@ class LentGradients:
             together.zero_()
         else:
             torch._foreach_zero_([views[i] for i in free])
-        if not self._own:
-            self._own = [view.data for view in self._own_views]
-        own, versions = dict(zip(self._places, self._own, strict=True)), self._versions
+        if not self.kept:
+            self.kept = [view.data for view in self._kept_views]
+        own, versions = dict(zip(self.places, self.kept, strict=True)), self._versions
         tensors = self._tensors = self._tensors.copy()
-        self._pending = True  # set before lending: a signal handler may raise within the loop
+        self.pending = True  # set before lending: a signal handler may raise within the loop
         for i in free:
             tensor = own[i]
             versions[i] = tensor._version
@@ -448,7 +437,7 @@ class LentGradients:
         Args:
             unused: Positions of parameters without a gradient, even if hooks wrote to the zeros.
         """
-        for i in self._places if self._pending else ():
+        for i in self.places if self.pending else ():
             tensor = self._tensors[i]
             # The values decide too: writes through .data or NumPy do not change the version.
             if not isinstance(tensor, Tensor):
@@ -460,10 +449,6 @@ class LentGradients:
                     self._parameters[i].grad = None
                 self._tensors[i] = self._nothing[i]
 
-    def settle(self) -> None:
-        """Keep all lent gradients: all have arrived."""
-        self._pending = False
-
     def forget(self) -> None:
         """End lending: gradients keep their tensors."""
-        self._tensors, self._pending = self._nothing, False
+        self._tensors, self.pending = self._nothing, False
