@@ -79,12 +79,12 @@ def _show(console: Console, summary: Summary) -> None:
 
 
 def _ranks(summary: Summary, width: int) -> Table:
-    from gradwire.recorder.trace import HEADINGS, row_of
+    from gradwire.recorder.trace import HEADINGS
 
     table = _table(*HEADINGS)
     table.padding = (0, int(width >= _WIDE))
     for rank in summary.ranks:
-        table.add_row(*row_of(rank))
+        table.add_row(*rank.row)
     return table
 
 

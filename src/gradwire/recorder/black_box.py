@@ -84,7 +84,7 @@ class BlackBox:
         self._pipe: tuple[int, int] | None = None  # a byte in it ends the thread
         self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
-        self._files: CrashFiles | None = None
+        self._files = CrashFiles(self.directory)
         self._exits = ExitNotes(self._at_exit)
         self._has_first = False
         self._launch: dict[str, str] = {}
@@ -99,7 +99,6 @@ class BlackBox:
         at_end_of_job(self._at_end_of_job)
         self._exits.start()
         self._take_signal()
-        self._files = CrashFiles(self.directory)
         self._files.start()
         self._write_start()
         self._pipe = os.pipe()
@@ -113,8 +112,7 @@ class BlackBox:
         atexit.unregister(self._at_exit)
         not_at_end_of_job(self._at_end_of_job)
         self._exits.stop()
-        if self._files is not None:
-            self._files.stop()
+        self._files.stop()
         if os.getpid() != self._pid:
             return  # a fork: the rest belongs to its parent
         if self._signals is not None:
@@ -128,7 +126,7 @@ class BlackBox:
 
         Args:
             reason: Reason for the dump.
-            first: Also keep it as the dump of the rank's first failure, which later ones spare.
+            first: Also keep it as the dump of the rank's first failure, if it has none yet.
         """
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
@@ -144,7 +142,9 @@ class BlackBox:
             path = self.directory / f"{self.prefix}{rank}"
             # unique even if processes in different containers have the same PID
             content = pickle.dumps(record, protocol=2)
-            for target in (self.directory / f"{FIRST}{rank}", path) if first else (path,):
+            targets = [self.directory / f"{FIRST}{rank}"] if first and not self._has_first else []
+            self._has_first |= first
+            for target in (*targets, path):
                 partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
                 try:
                     partial.write_bytes(content)
@@ -168,14 +168,15 @@ class BlackBox:
         }
         self._seen_alive |= {peer: now for peer, state in peers.items() if state not in ENDED}
         world_size = int(size) if size.isdecimal() else None
+        pauses = files.collections.records if files.collections is not None else []
         return {
             "rank": rank,
             "exit": self._exits.last,
             "ended_ns": self._ended_ns,
             "not_finite": list(not_finite),
-            "kernel": family(os.getpid(), files.stacks) if files and reason in _ASKED else {},
-            "pauses": list(files.pauses) if files else [],
-            "silences": list(files.silences) if files else [],
+            "kernel": family(os.getpid(), files.stacks) if reason in _ASKED else {},
+            "pauses": [(each.start, each.end - each.start) for each in pauses],
+            "silences": list(files.silences),
             "world_size": dist.get_world_size() if dist.is_initialized() else world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -197,18 +198,16 @@ class BlackBox:
         self._announced = rank
         for prefix in (self.prefix, FIRST):  # an earlier run's
             (self.directory / f"{prefix}{rank}").unlink(missing_ok=True)
-        if self._files is not None:
-            self._files.announce(rank)
+        self._files.announce(rank)
         text = json.dumps(vars(Process.this(rank)))
         (self.directory / f"process-{rank}.json").write_text(text)
 
     def _write_start(self) -> None:
         """Write who this process is started as, if a launcher started it as a rank."""
-        if os.environ.get(OWNER) != str(os.getpid()) or this_rank() is not None:
+        rank = _launched_rank() if this_rank() is None else None
+        if rank is None:
             return
-        if not os.environ.get("RANK", "").isdecimal():
-            return
-        process = Process.this(int(os.environ["RANK"]))
+        process = Process.this(rank)
         if process.launch == self._launch:
             return
         # the program may change the launcher's variables until it has a group
@@ -230,8 +229,7 @@ class BlackBox:
 
     def _on_failure(self, event: ErrorRecord) -> None:
         if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
-            first, self._has_first = not self._has_first, True
-            _at_last(lambda: self.write("error", first=first))
+            _at_last(lambda: self.write("error", first=True))
         _at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
 
     def _on_uncaught(
@@ -247,11 +245,10 @@ class BlackBox:
     def _at_exit(self) -> None:
         self._ended = self._exits.ended = True
         self._ended_ns = self._ended_ns or time.time_ns()
-        _at_last(lambda: self.write("exit"))
+        self._at_end_of_job()
         if os.getpid() == self._pid and any(event.kind == "uncaught" for event in events):
             _at_last(lambda: await_answers(self.directory, modified(self._request), self.prefix))
-        if self._files is not None:
-            self._files.forget_crash()
+        self._files.forget_crash()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Do nothing: the wakeup pipe notifies the thread even while the main thread is blocked."""
@@ -290,18 +287,17 @@ class BlackBox:
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()
                 self._write_start()
-                if self._files is not None and self._files.is_aborting():
+                if self._files.is_aborting():
                     _at_last(lambda: self.write("crash"))
                     self._files.end_aborted()
-                if self._files is not None and not self._ended:
+                if not self._ended:
                     _at_last(self._files.beat)
                 if signal.SIGUSR2 in signals:
                     self.write("SIGUSR2")
                     self.request_all(f"SIGUSR2 on rank {this_rank()}")
                 elif (changed := modified(self._request)) > self._seen:
                     self._seen, self._asked = changed, time.monotonic()
-                    first, self._has_first = not self._has_first, True
-                    self.write("request", first=first)
+                    self.write("request", first=True)
                 elif self._asked and time.monotonic() > self._asked + _SILENT_SECONDS:
                     self._asked = 0.0
                     ask_silent_ranks(self.directory, self._seen, self.prefix)
@@ -314,16 +310,15 @@ def stay_alive(number: int, frame: FrameType | None) -> None:
 
 
 def _identity() -> int | None:
-    """Return this process's rank; None if it has none.
-
-    Before the default group exists, this is the launcher's RANK, except in child processes of a
-    rank, which inherit the variable.
-    """
+    """Return this process's rank, before the default group exists the launcher's; or None."""
     rank = this_rank()
-    if rank is None and os.environ.get(OWNER) == str(os.getpid()):
-        with contextlib.suppress(KeyError, ValueError):
-            rank = int(os.environ["RANK"])
-    return rank
+    return _launched_rank() if rank is None else rank
+
+
+def _launched_rank() -> int | None:
+    """Return the launcher's RANK; None in child processes of a rank, which inherit it."""
+    owned, rank = os.environ.get(OWNER) == str(os.getpid()), os.environ.get("RANK", "")
+    return int(rank) if owned and rank.isdecimal() else None
 
 
 def _at_last(action: Callable[[], object]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from gradwire.recorder.files import CRASH, RING, STACKS, RingFile
 from gradwire.recorder.groups import known_groups
 from gradwire.recorder.lines import Line, call_stack, is_users, read_line, read_stack
 from gradwire.recorder.processes import STACKS_SIGNAL
-from gradwire.recorder.recording import ring
+from gradwire.recorder.recording import Collections, ring
 
 _SILENT_NS = 1_000_000_000  # Python did not run for so long
 _PAUSE_NS = 50_000_000
@@ -45,7 +44,7 @@ class CrashFiles:
 
     Attributes:
         silences: Times in which no Python code ran: begin, end (wall clock, ns) and CPU time (ns).
-        pauses: Long garbage collections: begin (wall clock) and duration, in ns.
+        collections: Long garbage collections, once `start` was called.
         stacks: File that faulthandler writes stacks to on a signal; None if it does not.
     """
 
@@ -57,15 +56,14 @@ class CrashFiles:
         self._delays_aborts = False
         self._stacks: TextIO | None = None
         self.silences: list[tuple[int, int, int]] = []
-        self.pauses: list[tuple[int, int]] = []
+        self.collections: Collections | None = None
         self._last_beat = (0, 0)
-        self._collecting = 0
         self._file: RingFile | None = None
         self.stacks: Path | None = None
 
     def start(self) -> None:
         """Enable faulthandler for crashes, unless it is enabled, and note garbage collections."""
-        gc.callbacks.append(self._on_collection)
+        self.collections = Collections(_PAUSE_NS, _MOST)
         if not faulthandler.is_enabled():
             self._crashes = self._path(CRASH).open("w")
             self._delay_aborts()
@@ -105,6 +103,8 @@ class CrashFiles:
 
     def announce(self, rank: int) -> None:
         """Create the files of a rank, or name them after its new rank."""
+        if self.collections is None:
+            return  # not started
         old, self._name = [self._path(kind) for kind in (RING, CRASH, STACKS)], str(rank)
         new = [self._path(kind) for kind in (RING, CRASH, STACKS)]
         for before, after in zip(old, new, strict=True):
@@ -153,8 +153,8 @@ class CrashFiles:
     def stop(self) -> None:
         """Undo `start`."""
         ring.file = None
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._on_collection)
+        if self.collections is not None:
+            self.collections.stop()
         if os.getpid() != self._pid:
             return
         self._disable()
@@ -168,14 +168,6 @@ class CrashFiles:
 
     def _path(self, kind: str) -> Path:
         return self._directory / kind.format(self._name)
-
-    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if phase == "start":
-            self._collecting = time.perf_counter_ns()
-            return
-        took = time.perf_counter_ns() - self._collecting
-        if took > _PAUSE_NS and len(self.pauses) < _MOST and os.getpid() == self._pid:
-            self.pauses.append((time.time_ns() - took, took))
 
 
 def _main_stack() -> list[Line]:

@@ -53,16 +53,15 @@ def await_gloos_ends(timeout: float = 0.2) -> None:
     Without this wait, a rank that just left a collective would appear to be in it. Collectives
     without an end after the timeout count as running.
     """
-    wait_until(lambda: not _gloo_has_open_ends(), timeout, pause=0.005)
 
+    def all_ended() -> bool:
+        return all(
+            entry["retired"] or not entry["profiling_name"].startswith("gloo:")
+            for data in torchs_flight_records(stacks=False)
+            for entry in loads(data).get("entries", ())
+        )
 
-def _gloo_has_open_ends() -> bool:
-    return any(
-        not entry["retired"]
-        for data in torchs_flight_records(stacks=False)
-        for entry in loads(data).get("entries", ())
-        if entry["profiling_name"].startswith("gloo:")
-    )
+    wait_until(all_ended, timeout, pause=0.005)
 
 
 def flight_record() -> Record:
@@ -77,7 +76,8 @@ def flight_record() -> Record:
     _add_buckets([*own, *theirs], references, wall)
     _add_ends(theirs, references, wall)
     entries = sorted([*own, *theirs], key=lambda entry: entry["time_created_ns"])
-    first = ring.recorded - len(own) + _dropped(theirs)
+    dropped = min((int(entry["record_id"]) for entry in theirs), default=0)  # by torch's ring
+    first = ring.recorded - len(own) + dropped
     for number, entry in enumerate(entries, first):
         entry["record_id"] = number
     return {
@@ -215,17 +215,9 @@ def _torchs_entry(entry: Record) -> Record:
     if backend == "gloo":  # the analyzer of 2.11 rejects Gloo's entries
         name = f"{analysed_backend()}:{_NAMES.get(op, op)}"
         entry = entry | {"profiling_name": name, "backend": backend, "op": op}
-    return entry | {"frames": _user_first(entry.get("frames", ()))}
-
-
-def _user_first(frames: Any) -> list[Any]:
-    """Return the frames sorted: the user's own code before packages."""
-    return sorted(frames, key=lambda frame: not is_users(str(frame["filename"])))
-
-
-def _dropped(entries: list[Record]) -> int:
-    """Return the number of entries that torch's ring has dropped."""
-    return min((int(entry["record_id"]) for entry in entries), default=0)
+    # the user's own code before packages
+    frames = sorted(entry.get("frames", ()), key=lambda frame: not is_users(frame["filename"]))
+    return entry | {"frames": frames}
 
 
 def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> None:

@@ -6,6 +6,7 @@ are of CLOCK_MONOTONIC, which the processes of a host share. The ring keeps size
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -119,6 +120,26 @@ class CollectionRecord:
 
     start: int
     end: int
+
+
+class Collections:
+    """Garbage collections of at least some time, the first ones until `stop`."""
+
+    def __init__(self, least_ns: int, most: int) -> None:
+        self.records: list[CollectionRecord] = []
+        self._least_ns, self._most, self._start = least_ns, most, 0
+        gc.callbacks.append(self._on_collection)
+
+    def stop(self) -> None:
+        """Stop recording."""
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        now = perf_counter_ns()
+        if phase == "start":
+            self._start = now
+        elif now - self._start > self._least_ns and len(self.records) < self._most:
+            self.records.append(CollectionRecord(self._start, now))
 
 
 class Ring:

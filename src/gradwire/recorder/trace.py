@@ -34,22 +34,6 @@ HEADINGS = (
 Event = Mapping[str, Any]
 
 
-def row_of(rank: RankTimes) -> list[str]:
-    """Return a rank's row under `HEADINGS`."""
-    per_step = rank.between, rank.forward, rank.backward, rank.exposed, rank.cpu
-    times = *per_step, rank.collected, rank.waited, rank.waited_for
-    return [
-        str(rank.rank),
-        str(rank.steps),
-        *map(_number, times),
-        _number(rank.sent_mb),
-    ]
-
-
-def _number(value: float) -> str:
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
-
-
 @dataclass(frozen=True)
 class RankTimes:
     """Times of a rank, in ms.
@@ -78,6 +62,13 @@ class RankTimes:
     waited: float
     waited_for: float
     sent_mb: float
+
+    @property
+    def row(self) -> list[str]:
+        """Row under `HEADINGS`."""
+        whole, times = [self.rank, self.steps], list(vars(self).values())[2:]
+        places = [2 if time < 10 else 1 if time < 100 else 0 for time in times]
+        return [*map(str, whole), *(f"{t:.{n}f}" for t, n in zip(times, places, strict=True))]
 
 
 @dataclass(frozen=True)
@@ -289,27 +280,19 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
         title: Title of the page.
     """
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    events = [
-        [
-            e["pid"],
-            e["tid"],
-            round(e["ts"], 1),
-            round(e["dur"], 1),
-            e["name"],
-            e["args"],
-            kind_of(e),
-        ]
-        for e in slices
-    ]
+    events = []
+    for e in slices:
+        where = [e["pid"], e["tid"], round(e["ts"], 1), round(e["dur"], 1)]
+        events.append([*where, e["name"], e["args"], kind_of(e)])
     summary = summarize(trace)
     data = {
         "ranks": trace["otherData"]["ranks"],
         "lanes": LANES,
-        "error": max(trace["otherData"]["clock error, us"].values(), default=0.0),
-        "left_out": trace["otherData"].get("records left out", 0),
+        "error": summary.clock_error_us,
+        "left_out": summary.left_out,
         "colours": COLOURS,
         "verdict": summary.verdict,
-        "table": _table(summary),
+        "table": [list(HEADINGS), *(rank.row for rank in summary.ranks)],
         "worst": _longest_step(slices),
         "events": events,
     }
@@ -318,10 +301,6 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     before, _, after = template.partition("DATA")  # before the title, which may contain "DATA"
     return before.replace("TITLE", html.escape(title)) + text + after
-
-
-def _table(summary: Summary) -> list[list[str]]:
-    return [list(HEADINGS), *(row_of(rank) for rank in summary.ranks)]
 
 
 def _longest_step(slices: Sequence[Mapping[str, Any]]) -> list[float] | None:
@@ -333,12 +312,5 @@ def _longest_step(slices: Sequence[Mapping[str, Any]]) -> list[float] | None:
             begin, end = spans.get(key, (event["ts"], event["ts"]))
             spans[key] = min(begin, event["ts"]), max(end, event["ts"] + event["dur"])
     first = min((step for _, step in spans), default=0)
-    later = {key: span for key, span in spans.items() if key[1] > first} or spans
-    if not later:
-        return None
-    begin, end = max(later.values(), key=_length)
-    return [begin, end]
-
-
-def _length(span: tuple[float, float]) -> float:
-    return span[1] - span[0]
+    later = [span for (_, step), span in spans.items() if step > first] or [*spans.values()]
+    return [*max(later, key=lambda span: span[1] - span[0])] if later else None
