@@ -3,6 +3,9 @@
     python -m tests.accidents --seed 0 --count 150
     python -m tests.accidents --seed 0 --only 17,42 --keep /tmp/accidents    # two of these again
 
+With --hosts, each is explained once more as if some ranks were on another host, whose clock differs
+or whose dumps are lost.
+
 "right": the verdict names the rank at fault, the kind and the line; "partly": the rank; "unclear":
 no rank; "WRONG": an innocent rank. Beside it, what torchrun's "Root Cause" names in the same runs,
 and torch's analyzer of flight records (torchfrtrace). The exit code is 1 if a verdict is wrong.
@@ -14,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -28,7 +32,15 @@ from textwrap import indent
 from typing import Any
 
 from tests.accidents.accidents import ACCIDENTS, DDP, PROGRAM, QUICK
-from tests.accidents.staging import Become, Run, be_reaper, free_port, kill_all, stage
+from tests.accidents.staging import (
+    Become,
+    Run,
+    be_reaper,
+    explain_again,
+    free_port,
+    kill_all,
+    stage,
+)
 
 OPS = {
     "all_reduce": "dist.all_reduce(torch.ones(5))",
@@ -111,6 +123,39 @@ def draw(seed: int, count: int, names: Sequence[str] = ()) -> list[Case]:
     return cases
 
 
+def put_on_two_hosts(case: Case, dumps: Path) -> None:
+    """Move some ranks' dumps to another host, with another clock, or lose them."""
+    rng = random.Random(f"hosts/{case.number}")
+    away = set(range(rng.randrange(1, case.world), case.world))
+    skew = rng.choice([0, 30_000_000, -30_000_000, 5_000_000_000, -(10**12)])
+    lost = rng.random() < 0.5
+    for path in dumps.glob("rank_*"):
+        record = pickle.loads(path.read_bytes())
+        extra, is_away = record["gradwire"], int(path.name[5:]) in away
+        for name in ("peers", "peers_alive_ns"):
+            extra[name] = {r: v for r, v in extra[name].items() if (r in away) == is_away}
+        if is_away:
+            extra["clock"] = "another"
+            extra["peers_alive_ns"] = {r: v + skew for r, v in extra["peers_alive_ns"].items()}
+            for found in (extra, *record["entries"]):
+                for name in found.keys() & _TIMES:
+                    found[name] = found[name] and found[name] + skew
+        path.write_bytes(pickle.dumps(record, protocol=2))
+    for path in dumps.iterdir() if lost else ():
+        if not path.name.startswith("exits") and any(
+            re.search(rf"[_-]{rank}(\.|$)", path.name) for rank in away
+        ):
+            path.unlink()
+    exits = dumps / "exits-0.json"
+    if lost and exits.exists():
+        codes = json.loads(exits.read_text())
+        exits.write_text(json.dumps({r: c for r, c in codes.items() if int(r) not in away}))
+
+
+_TIMES = {"ended_ns", "taken_ns", "time_created_ns", "wall_ns"}
+_TIMES |= {"time_discovered_completed_ns", "time_discovered_started_ns"}
+
+
 def judge(case: Case, run: Run, program: str) -> dict[str, Any]:
     """Compare a verdict with the truth."""
     accident = ACCIDENTS[case.accident]
@@ -153,21 +198,23 @@ def _rate(named: set[int], guilty: set[int]) -> str:
 
 
 def run_all(
-    cases: Sequence[Case], folder: Path, *, at_once: int, keep: bool, cold: bool
+    cases: Sequence[Case], folder: Path, *, at_once: int, keep: bool, cold: bool, hosts: bool
 ) -> Iterator[dict[str, Any]]:
     """Stage accidents, some at a time, and yield their results as they come."""
     read, write = os.pipe()
     for part in range(at_once):
         if os.fork() == 0:
             os.close(read)
-            _work(cases[part::at_once], folder, write, keep=keep, cold=cold)
+            _work(cases[part::at_once], folder, write, keep=keep, cold=cold, hosts=hosts)
     os.close(write)
     with os.fdopen(read) as results:
         for line in results:
             yield json.loads(line)
 
 
-def _work(cases: Sequence[Case], folder: Path, results: int, *, keep: bool, cold: bool) -> None:
+def _work(
+    cases: Sequence[Case], folder: Path, results: int, *, keep: bool, cold: bool, hosts: bool
+) -> None:
     """Stage accidents one after the other, and end."""
     be_reaper()
     worker = os.getpid()
@@ -177,6 +224,13 @@ def _work(cases: Sequence[Case], folder: Path, results: int, *, keep: bool, cold
             shutil.rmtree(place, ignore_errors=True)
             run = stage(program, place, case.world, load=case.load, cold=cold)
             found = judge(case, run, program)
+            if hosts:
+                put_on_two_hosts(case, place / "dumps")
+                run.verdict = explain_again(place)
+                again = judge(case, run, program)
+                # a busy machine may slow down any rank
+                slow = again["kind"] == "slow transfer"
+                found["on two hosts"] = "unclear" if slow else again["result"]
             os.write(results, (json.dumps(found) + "\n").encode())
             if keep:
                 (place / "truth.json").write_text(json.dumps(found, indent=2))
@@ -216,6 +270,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="folder for the programs and dumps")
     parser.add_argument("--cold", action="store_true", help="new processes instead of forks")
+    parser.add_argument("--hosts", action="store_true", help="explain it on two hosts as well")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each")
     return parser.parse_args()
 
@@ -244,7 +299,12 @@ def main() -> int:
     found = []
     try:
         for each in run_all(
-            cases, folder, at_once=options.at_once, keep=bool(options.keep), cold=options.cold
+            cases,
+            folder,
+            at_once=options.at_once,
+            keep=bool(options.keep),
+            cold=options.cold,
+            hosts=options.hosts,
         ):
             found.append(each)
             print(json.dumps(each) if options.json else _row(each), flush=True)
@@ -255,7 +315,8 @@ def main() -> int:
                 shutil.rmtree(folder, ignore_errors=True)
     if not options.json:
         show(found)
-    return int(len(found) < len(cases) or any(each["result"] == "WRONG" for each in found))
+    wrong = any("WRONG" in (each["result"], each.get("on two hosts")) for each in found)
+    return int(wrong or len(found) < len(cases))
 
 
 def _row(each: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def main():
         {after}
     {end}
 
-main()
+{call}
 '''
 
 SLOTS = {
@@ -81,6 +81,7 @@ SLOTS = {
     "backward": "loss.backward()\naverage(model)",
     "after": "",
     "end": "dist.barrier()\ndist.destroy_process_group()",
+    "call": "main()",
 }
 DDP = ("gradwire", "torch")
 
@@ -195,6 +196,32 @@ _add("size", "calls", "mismatch", "size", sides=True,
 _add("other_model", "calls", "mismatch, error", sides=True, model="model = Net(12 if bad else 8)")
 _add("sparse_on_one_rank", "calls", "mismatch, error, missing, skipped", sides=True,
      model="model = Words(sparse=bad)")
+_add("reduce_op", "calls", "mismatch, error", harmless=True, sides=True,  # Gloo does not notice
+     after="""
+op = dist.ReduceOp.MAX if now else dist.ReduceOp.SUM
+dist.all_reduce(torch.ones(8), op)  # here""")
+_add("order_of_calls", "calls", OTHER, sides=True, setup="""
+one = lambda: dist.all_reduce(torch.ones(6))
+two = lambda: dist.broadcast(torch.ones(4), 0)""",
+     after="for part in (two, one) if now else (one, two):\n    part()")
+_add("backward_skipped", "calls", OTHER, sides=True, wrappers=DDP,
+     backward="if not now:\n    loss.backward()")
+_add("message_not_sent", "calls", "", nobody=True, after="""
+for src in range(size):
+    if rank == src and not now:
+        dist.send(torch.ones(4), (rank + 1) % size)
+    if rank == (src + 1) % size:
+        dist.recv(torch.ones(4), src)""")
+_add("messages_in_a_batch", "calls", "", nobody=True, after="""
+if not now:
+    for work in dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % size),
+        dist.P2POp(dist.irecv, torch.ones(4), (rank - 1) % size)]):
+        work.wait()""")
+_add("monitored_barrier", "calls", "", nobody=True, sides=True, backends=("gloo",),
+     after="if not now:\n    dist.monitored_barrier(timeout=timeout)")
+_add("group_not_made", "calls", "", nobody=True, sides=True,
+     after="if step == AT and not bad:\n    dist.new_group(list(range(size)))")
 _add("handle_never_awaited", "calls", "", harmless=True,
      end="""
 work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
@@ -266,6 +293,44 @@ _add("sigterm", "ends", "died", "SIGTERM|terminated",
      before='if now:\n    subprocess.run(["kill", "-TERM", str(os.getpid())])')
 _add("sigkill", "ends", "died", "SIGKILL|killed",
      before="if now:\n    os.kill(os.getpid(), signal.SIGKILL)")
+_add("abort", "ends", "crashed, died", "Abort", before="if now:\n    os.abort()  # here")
+RAISES = 'if now:\n    raise KeyError("bad")'
+_add("error", "ends", "error", "KeyError", before=RAISES + "  # here")
+_add("error_wrapped_by_all", "ends", "error", before=RAISES, call="""
+try:
+    main()
+except Exception as error:
+    raise ValueError("step failed") from error""")
+_add("errors_in_the_others_cleanup", "ends", "error", before=RAISES, call="""
+try:
+    main()
+finally:
+    if not bad and sys.exc_info()[0]:
+        [].pop()""")
+_add("errors_after_swallowed_ones", "ends", ENDED, before="if now:\n    os._exit(1)", call="""
+try:
+    main()
+except RuntimeError:
+    pass
+if not bad:
+    raise ValueError("no result")""")
+_add("error_in_c", "ends", "error", "shapes|mat1",
+     forward="loss = model(torch.ones(3, 5 if now else 4)).square().mean()")
+_add("error_in_a_hook", "ends", "error", "own error", wrappers=("gradwire",), setup="""
+def hook(state, bucket):
+    if failing:
+        raise ValueError("the hook's own error")
+    return gradwire.hooks.all_reduce(None, bucket)
+failing = []
+model.register_comm_hook(None, hook)""", before="failing[:] = [1] if now else []")
+_add("error_in_a_second_job", "ends", "error", "KeyError", before=RAISES, init="""
+dist.init_process_group("{backend}", timeout=timeout)
+for _ in range(3):
+    dist.all_reduce(torch.ones(2))
+dist.barrier()
+dist.destroy_process_group()
+dist.init_process_group("{backend}", timeout=timeout, rank=LOCAL_RANK, world_size=WORLD,
+    store=dist.FileStore("store", WORLD))""")
 _add("import_error", "ends", "error", "No module|ModuleNotFound",
      top="if bad:\n    import a_package_that_is_not_installed  # here")
 _add("out_of_memory", "ends", "error", "memory|allocate",

@@ -34,7 +34,7 @@ import torch.nn.parallel
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.flight_recorder.components import builder, config_manager, loader
 
-__all__ = ["Become", "Run", "be_reaper", "kill_all", "stage"]
+__all__ = ["Become", "Run", "be_reaper", "explain_again", "free_port", "kill_all", "stage"]
 
 LIMIT = 60.0  # of a run; then the launcher is interrupted, as by Ctrl-C
 _END = 40.0  # of the launcher after that: torchrun waits 30 s; and of `gradwire explain`
@@ -94,14 +94,31 @@ def stage(source: str, folder: Path, world: int, *, load: int = 0, cold: bool = 
         if code is None:
             os.kill(launcher, signal.SIGINT)
             code = _await(launcher, _END)
-        explain = _start(["explain", "dumps", "--json"], folder, "verdict.json", 0, cold=cold)
-        _await(explain, _END)
+        _await(_explain(folder, cold=cold), _END)
     finally:
         if os.getpid() == owner:  # forks unwind their stacks, too
             kill_all()
             os.close(read)
             os.close(write)
     return Run(code, folder)
+
+
+def explain_again(folder: Path) -> dict[str, Any]:
+    """Return the verdict on the dumps of a run as they are now."""
+    (folder / "verdict.json").unlink()
+    owner = os.getpid()
+    try:
+        _await(_explain(folder, cold=False), _END)
+    finally:
+        if os.getpid() == owner:
+            kill_all()
+    with contextlib.suppress(ValueError):
+        return dict(json.loads((folder / "verdict.json").read_text()))
+    return {}
+
+
+def _explain(folder: Path, *, cold: bool) -> int:
+    return _start(["explain", "dumps", "--json"], folder, "verdict.json", 0, cold=cold)
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 from gradwire.recorder.files import CRASH, RING, STACKS, RingFile
 from gradwire.recorder.groups import known_groups
-from gradwire.recorder.lines import Line, call_stack, is_users, read_line, read_stack
+from gradwire.recorder.lines import Line, call_stack, is_users, marked, read_stack
 from gradwire.recorder.processes import STACKS_SIGNAL
 from gradwire.recorder.recording import Collections, ring
 
@@ -178,7 +178,7 @@ def _main_stack() -> list[Line]:
         for number, location in enumerate(locations)
         if number < 2 or is_users(location[0].co_filename)
     ]
-    return [read_line(at) | {"user": is_users(at[0].co_filename)} for at in kept[:_FRAMES]]
+    return marked(kept[:_FRAMES])
 
 
 class ExitNotes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -116,16 +117,18 @@ def thread_stacks(*, without: str) -> dict[str, list[Line]]:
         without: Name of a thread to omit.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = {}
-    for ident, frame in sys._current_frames().items():
-        name = names.get(ident, str(ident))
-        if name != without:
-            stacks[name] = [
-                read_line(location) | {"user": is_users(location[0].co_filename)}
-                for location in call_stack(frame)
-            ]
+    stacks = {
+        names.get(ident, str(ident)): marked(call_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if names.get(ident) != without
+    }
     main = threading.main_thread().name
     return dict(sorted(stacks.items(), key=lambda item: item[0] != main))
+
+
+def marked(locations: Sequence[Location]) -> list[Line]:
+    """Return the lines, each with a key "user" that is True if it is the user's own code."""
+    return [read_line(at) | {"user": is_users(at[0].co_filename)} for at in locations]
 
 
 def is_users(filename: str) -> bool:

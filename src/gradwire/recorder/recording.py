@@ -178,24 +178,12 @@ class Ring:
         if CHECKS_FINITE:
             check_inputs(op, inputs)
         first = inputs or outputs
-        entry: Entry = [
-            group,
-            number,
-            op,
-            # a call of `_shapes` less in the most frequent case
-            (shapes := inputs[0].shape if len(inputs) == 1 else _shapes(inputs)),
-            shapes if outputs is inputs else _shapes(outputs),
-            first[0].dtype if first else None,
-            *caller(op, 3),
-            perf_counter_ns(),
-            0,
-            0,
-            None,
-            None,
-            None,
-            None,
-            None,
-        ]
+        # a call of `_shapes` less in the most frequent case
+        shapes = inputs[0].shape if len(inputs) == 1 else _shapes(inputs)
+        results = shapes if outputs is inputs else _shapes(outputs)
+        dtype = first[0].dtype if first else None
+        entry: Entry = [group, number, op, shapes, results, dtype, *caller(op, 3)]
+        entry += perf_counter_ns(), 0, 0, None, None, None, None, None
         if not group.named:
             group.find_name()
         self.entries.append(entry)  # here and below, since a call of a function is measurable
@@ -243,10 +231,8 @@ class Ring:
         """Record a message to or from a rank of the group; `peer` is -1 for any rank."""
         if not self.on:
             return None
-        shape, at = tensor.shape, caller(op, 3)
-        now = perf_counter_ns()
-        what = [group, 0, op, shape, shape, tensor.dtype]
-        entry = [*what, *at, now, 0, 0, None, None, peer, done, None]
+        entry: Entry = [group, 0, op, tensor.shape, tensor.shape, tensor.dtype, *caller(op, 3)]
+        entry += perf_counter_ns(), 0, 0, None, None, peer, done, None
         if not group.named:
             group.find_name()
         self.entries.append(entry)

@@ -18,20 +18,10 @@ LANES = ("steps", "buckets", "collectives", "waits for")
 _PARTS = ("between steps", "forward", "backward", "exposed communication")
 _MAX_BYTES = 1 << 30
 _MORE_THAN_EQUAL = 1.2  # times an equal share
-HEADINGS = (
-    "rank",
-    "steps",
-    "between",
-    "forward",
-    "backward",
-    "exposed",
-    "CPU",
-    "GC\n(sum)",
-    "waited\n(sum)",
-    "waited\nfor (sum)",
-    "sent,\nMB",
-)
-Event = Mapping[str, Any]
+HEADINGS = ["rank", "steps", "between", "forward", "backward", "exposed", "CPU", "GC\n(sum)"]
+HEADINGS += ["waited\n(sum)", "waited\nfor (sum)", "sent,\nMB"]
+Slice = Mapping[str, Any]
+"""Event of a trace that has a duration."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     errors = trace["otherData"]["clock error, us"].values()
     waits = _waits(events)
-    own: dict[int, list[Event]] = {rank: [] for rank in trace["otherData"]["ranks"]}
+    own: dict[int, list[Slice]] = {rank: [] for rank in trace["otherData"]["ranks"]}
     for event in events:
         own[event["pid"]].append(event)
     ranks = tuple(_rank(rank, of_rank, waits) for rank, of_rank in own.items())
@@ -167,7 +157,7 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
     return Summary(ranks, _buckets(events), max(errors, default=0.0), left_out)
 
 
-def _waits(events: Sequence[Event]) -> list[tuple[int, int, float]]:
+def _waits(events: Sequence[Slice]) -> list[tuple[int, int, float]]:
     """Return who waited for whom, and for how long (ms): in each collective, for the last rank.
 
     A collective waits peer by peer, so that the first one is charged with the lateness of all.
@@ -190,7 +180,7 @@ def _waits(events: Sequence[Event]) -> list[tuple[int, int, float]]:
     return found
 
 
-def _rank(rank: int, own: Sequence[Event], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
+def _rank(rank: int, own: Sequence[Slice], waits: Sequence[tuple[int, int, float]]) -> RankTimes:
     in_steps = [event for event in own if event["tid"] == STEPS]
     steps = {
         name: [event["dur"] / 1e3 for event in in_steps if event["name"] == name]
@@ -221,7 +211,7 @@ def _median(times: Sequence[float]) -> float:
     return median(times) if times else 0.0
 
 
-def _buckets(events: Sequence[Event]) -> tuple[BucketTimes, ...]:
+def _buckets(events: Sequence[Slice]) -> tuple[BucketTimes, ...]:
     by_bucket: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for event in events:
         args = event["args"]
@@ -262,7 +252,7 @@ COLOURS = {
 """Colour of each kind of event."""
 
 
-def kind_of(event: Mapping[str, Any]) -> str:
+def kind_of(event: Slice) -> str:
     """Return the kind of an event, a key of `COLOURS`."""
     name = str(event["name"])
     if event["tid"] == WAITS:
@@ -292,7 +282,7 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
         "left_out": summary.left_out,
         "colours": COLOURS,
         "verdict": summary.verdict,
-        "table": [list(HEADINGS), *(rank.row for rank in summary.ranks)],
+        "table": [HEADINGS, *(rank.row for rank in summary.ranks)],
         "worst": _longest_step(slices),
         "events": events,
     }
@@ -303,7 +293,7 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
     return before.replace("TITLE", html.escape(title)) + text + after
 
 
-def _longest_step(slices: Sequence[Mapping[str, Any]]) -> list[float] | None:
+def _longest_step(slices: Sequence[Slice]) -> list[float] | None:
     """Return begin and end of the step that took longest on any rank, after the first; or None."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for event in slices:

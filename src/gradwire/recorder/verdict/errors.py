@@ -118,14 +118,22 @@ def _value(call: Call, field: str) -> str:
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
     """Return the minority, or else ranks that skipped the call that always came next."""
     first = next(iter(calls.values()))
-    (common, most), (_, second), *_ = Counter(c.what for c in calls.values()).most_common()
     # such as those of another host
     unknown = sum(rank not in dumps.ranks for rank in dumps.groups[first.group])
-    if most > second + unknown:
-        return [rank for rank, call in sorted(calls.items()) if call.what != common]
+    few = _minority({rank: call.what for rank, call in calls.items()}, unknown)
+    if few:
+        return few
     expected = _expected(dumps, first)
     strange = [rank for rank, call in sorted(calls.items()) if call.site != expected]
     return strange if expected is not None and len(strange) < len(calls) else []
+
+
+def _minority(values: Mapping[int, object], unknown: int = 0) -> list[int]:
+    """Return the ranks without the most common value; empty if unknown ranks may change it."""
+    (common, most), *others = Counter(values.values()).most_common()
+    if others and most <= others[0][1] + unknown:
+        return []
+    return [rank for rank, value in sorted(values.items()) if value != common]
 
 
 def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
@@ -266,9 +274,7 @@ def find_disagreement(evidence: Evidence) -> list[Finding]:
     if not found:
         return []
     event = min(found, key=lambda each: each.time)
-    (common, times), *rest = Counter(event.values.values()).most_common()
-    tied = bool(rest) and rest[0][1] == times
-    ranks = [] if tied else [r for r, value in sorted(event.values.items()) if value != common]
+    ranks = _minority(event.values)
     passed = f"{list_ranks(ranks)} passed something else than the others: " if ranks else ""
     return [
         Finding(

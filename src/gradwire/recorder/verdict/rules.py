@@ -160,14 +160,10 @@ def _where_all_were(evidence: Evidence, failed: Sequence[int]) -> list[str]:
     for rank in sorted({*dumps.world} - {*failed}):
         at = evidence.standing(rank)
         where = at_line(dumps.ranks[rank].stack) if rank in dumps.ranks else ""
-        code = dumps.exits[rank].code if rank in dumps.exits else 0
         if at is not None:
             details.append(f"rank {rank} waited {at.words}")
         elif where and not evidence.ended(rank):
             details.append(f"rank {rank} was{where}")
-        elif code:
-            details.append(f"rank {rank} ended with exit code {code}")
         else:
-            how = "ended without an error" if rank in dumps.ranks else "left no dump"
-            details.append(f"rank {rank} {how}")
+            details.append(evidence.last_call(rank))
     return details[:8] + ([f"… and {len(details) - 8} more"] if details[8:] else [])
