@@ -311,3 +311,13 @@ def test_ranks_that_differ_from_rank_0_may_be_right(run, world, failed, named):
     found = run.verdict()
     assert found.ranks == named, found
     assert "does not match" in found.summary
+
+
+def test_rank_that_waits_for_a_message_may_be_right(run):
+    """Rank 2 did not send it."""
+    run = run(3)
+    line = [{"name": "step", "filename": FILE, "line": 30}]
+    run.rank(0, STEPS, [error(9, "CollectiveTimeoutError", call="recv", lines=line)])
+    for rank in (1, 2):
+        run.rank(rank, [*STEPS, LAST], [error(9.1, waited=True, call="all_reduce")])
+    assert run.verdict().ranks == ()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder import PREFIX, REQUEST, await_answers, describe, modified
+from gradwire.recorder import REQUEST, await_answers, describe, modified
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
@@ -186,7 +186,7 @@ def _ask(directory: Path) -> None:
         request.write_text("gradwire explain --live")
     except OSError as error:
         raise ArgumentError(f"cannot ask the ranks that write to {directory}: {error}") from error
-    await_answers(directory, modified(request), PREFIX, _ANSWER_SECONDS)
+    await_answers(directory, modified(request), _ANSWER_SECONDS)
 
 
 def _without_recorder(pid: int) -> str:

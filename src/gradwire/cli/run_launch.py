@@ -236,4 +236,4 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
         request = directory / REQUEST
         request.write_text("the launcher ends the ranks")
         asked = request.stat().st_mtime_ns
-        await_answers(directory, asked, PREFIX, _WAIT_SECONDS)
+        await_answers(directory, asked, _WAIT_SECONDS)

@@ -66,12 +66,11 @@ class BlackBox:
 
     Args:
         directory: Directory of the dumps; created if missing.
-        prefix: Prefix of file names, followed by the rank.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], prefix: str = PREFIX) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         # absolute: the program may change its directory
-        self.directory, self.prefix = Path(directory).absolute(), prefix
+        self.directory = Path(directory).absolute()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._request = self.directory / REQUEST
         self._seen = modified(self._request)
@@ -139,7 +138,7 @@ class BlackBox:
             record = flight_record()
             # a request during the process's end keeps the reason "exit"
             record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
-            path = self.directory / f"{self.prefix}{rank}"
+            path = self.directory / f"{PREFIX}{rank}"
             # unique even if processes in different containers have the same PID
             content = pickle.dumps(record, protocol=2)
             targets = [self.directory / f"{FIRST}{rank}"] if first and not self._has_first else []
@@ -196,7 +195,7 @@ class BlackBox:
         if rank is None or rank == self._announced:
             return
         self._announced = rank
-        for prefix in (self.prefix, FIRST):  # an earlier run's
+        for prefix in (PREFIX, FIRST):  # an earlier run's
             (self.directory / f"{prefix}{rank}").unlink(missing_ok=True)
         self._files.announce(rank)
         text = json.dumps(vars(Process.this(rank)))
@@ -247,7 +246,7 @@ class BlackBox:
         self._ended_ns = self._ended_ns or time.time_ns()
         self._at_end_of_job()
         if os.getpid() == self._pid and any(event.kind == "uncaught" for event in events):
-            _at_last(lambda: await_answers(self.directory, modified(self._request), self.prefix))
+            _at_last(lambda: await_answers(self.directory, modified(self._request)))
         self._files.forget_crash()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -300,7 +299,7 @@ class BlackBox:
                     self.write("request", first=True)
                 elif self._asked and time.monotonic() > self._asked + _SILENT_SECONDS:
                     self._asked = 0.0
-                    ask_silent_ranks(self.directory, self._seen, self.prefix)
+                    ask_silent_ranks(self.directory, self._seen)
 
 
 def stay_alive(number: int, frame: FrameType | None) -> None:
@@ -337,7 +336,7 @@ VARIABLE = "GRADWIRE_RECORDER"
 _box: list[BlackBox] = []
 
 
-def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
+def start(directory: str | os.PathLike[str]) -> None:
     """Start writing this rank's dumps on errors, on SIGUSR2 and at the end of the process.
 
     When a rank fails, all ranks write dumps within a second. The environment variable
@@ -345,7 +344,6 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
 
     Args:
         directory: Directory that all ranks write to; created if missing. Use a new one per run.
-        prefix: Prefix of file names, followed by the rank.
 
     Raises:
         ArgumentTypeError: `directory` is not a path.
@@ -361,7 +359,7 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise ArgumentTypeError(f"directory is {directory!r}: pass a path")
     if _box:
-        if _box[0].directory == Path(directory).absolute() and _box[0].prefix == prefix:
+        if _box[0].directory == Path(directory).absolute():
             return
         raise ArgumentError(
             f"directory is {str(directory)!r}, but the recorder writes to "
@@ -369,7 +367,7 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
         )
     if "RANK" in os.environ and multiprocessing.parent_process() is None:
         os.environ.setdefault(OWNER, str(os.getpid()))
-    box = BlackBox(directory, prefix)
+    box = BlackBox(directory)
     box.start()
     _box.append(box)
 
@@ -380,17 +378,16 @@ def stop() -> None:
         _box.pop().stop()
 
 
-def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
+def dump(directory: str | os.PathLike[str] | None = None) -> Path:
     """Write this rank's dump now.
 
     On Gloo, this waits up to 0.2 s for collectives to end.
 
     Args:
         directory: Directory of the dump. Default: the directory passed to `start`.
-        prefix: Prefix of the file name.
 
     Returns:
-        Path of the dump, `<directory>/<prefix><rank>`.
+        Path of the dump, `<directory>/rank_<rank>`.
 
     Raises:
         ArgumentError: No directory was given, or this process has no rank.
@@ -410,7 +407,7 @@ def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFI
             f"directory is None and the recorder was not started: pass a directory, call "
             f"recorder.start, or set {VARIABLE}"
         )
-    box = _box[0] if directory is None else BlackBox(directory, prefix)
+    box = _box[0] if directory is None else BlackBox(directory)
     path = box.write("call")
     if path is None:
         raise ArgumentError(

@@ -6,6 +6,7 @@ with its actors. Exit handlers do not run then, so `at_end_of_job` hooks into th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -45,14 +46,16 @@ class GroupInfo:
         group = self.reference()
         if group is None:
             return None
-        if type(group) is not ProcessGroup:  # an shm group
+        with contextlib.suppress(RuntimeError):
+            if type(group) is ProcessGroup:  # not an shm group
+                several = len({group._get_backend(d) for d in group._device_types}) > 1
+                return None if several else _sequence_number(group)
             return 0
-        try:
-            if len({group._get_backend(d) for d in group._device_types}) > 1:
-                return None
-            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        except RuntimeError:
-            return None
+        return None
+
+
+def _sequence_number(group: ProcessGroup) -> int:
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def reference_to(group: Any) -> weakref.ref[Any]:
@@ -77,10 +80,6 @@ class RecordedGroup:
         self._info: GroupInfo | None = None
         self._tries = 0
         self.named = False
-
-    def __str__(self) -> str:
-        """Return the name of the group if it is known already, else ""."""
-        return "" if self._info is None else self._info.name
 
     def find_name(self) -> GroupInfo | None:
         """Look up the group in torch.distributed."""
@@ -115,13 +114,10 @@ def in_this_world(info: GroupInfo) -> bool:
 
 def number_of_last(group: ProcessGroup | None) -> int:
     """Return the number of a group's last collective; 0 on shm, which records it in its entries."""
-    # shm groups are instances of subclasses
-    if type(group) is not ProcessGroup:
-        return 0
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except RuntimeError:  # a backend that does not count
-        return 0
+    with contextlib.suppress(RuntimeError):  # a backend that does not count
+        # shm groups are instances of subclasses
+        return _sequence_number(group) if type(group) is ProcessGroup else 0
+    return 0
 
 
 def this_rank() -> int | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire._processes import ENDED, namespace, stat_of
+from gradwire.recorder.files import PREFIX
 
 _PROC = Path("/proc")
 _CALLS = {
@@ -200,7 +201,7 @@ def modified(path: Path) -> int:
         return 0
 
 
-def ask_silent_ranks(directory: Path, asked: int, prefix: str) -> None:
+def ask_silent_ranks(directory: Path, asked: int) -> None:
     """Write what ranks of this host are in that run, and have not answered a request.
 
     Their stacks go to `stacks-<rank>.txt`, and the kernel's view to `kernel-<rank>.json`.
@@ -208,9 +209,8 @@ def ask_silent_ranks(directory: Path, asked: int, prefix: str) -> None:
     Args:
         directory: Directory of the dumps.
         asked: Time of the request, in ns of the wall clock.
-        prefix: Prefix of dumps' names.
     """
-    for process, state in _silent(directory, asked, prefix):
+    for process, state in _silent(directory, asked):
         stacks = directory / f"stacks-{process.rank}.txt"
         if modified(stacks) < asked and not state.startswith("stopped"):
             ask_for_stacks(process.pid, stacks)
@@ -219,19 +219,19 @@ def ask_silent_ranks(directory: Path, asked: int, prefix: str) -> None:
             answer.write_text(json.dumps(family(process.pid, None) | {"state": state}))
 
 
-def await_answers(directory: Path, asked: int, prefix: str, seconds: float = 1.0) -> None:
+def await_answers(directory: Path, asked: int, seconds: float = 1.0) -> None:
     """Wait a limited time until the running ranks of this host have written their dumps.
 
     A launcher ends the other ranks when the first one ends, so that one stays until they have
     answered. Ranks that do not are asked by a signal.
     """
     end = time.monotonic() + seconds
-    while time.monotonic() < end and _silent(directory, asked, prefix):
+    while time.monotonic() < end and _silent(directory, asked):
         time.sleep(0.02)
-    ask_silent_ranks(directory, asked, prefix)
+    ask_silent_ranks(directory, asked)
 
 
-def _silent(directory: Path, asked: int, prefix: str) -> list[tuple[Process, str]]:
+def _silent(directory: Path, asked: int) -> list[tuple[Process, str]]:
     """Return the processes of this host that run and have not answered, with their states."""
     return [
         (process, state)
@@ -239,5 +239,5 @@ def _silent(directory: Path, asked: int, prefix: str) -> list[tuple[Process, str
         if (state := process.state)
         and state not in ENDED
         and process.pid != os.getpid()
-        and modified(directory / f"{prefix}{process.rank}") < asked
+        and modified(directory / f"{PREFIX}{process.rank}") < asked
     ]

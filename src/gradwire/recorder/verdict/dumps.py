@@ -102,7 +102,6 @@ class Exit:
     """Exit of a rank's process, noted by its launcher; a negative code is a signal's number."""
 
     code: int
-    time: int
     oom_killed: bool = False
 
 

@@ -167,9 +167,11 @@ def find_elsewhere(evidence: Evidence) -> list[Finding]:
         classes = _classes(known)
         most = max(classes.values(), key=len)
         of_group = known[most[0]].op in OF_WHOLE_GROUPS or {*most} == {*gap.calls}
+        few = sorted({*stands} - {*most})
         if len(classes) != 2 or 2 * len(most) <= size or not of_group:
             continue
-        few = sorted({*stands} - {*most})
+        if any(known[rank].op in _RECEIVES for rank in few):
+            continue  # one of the others may not have sent the message
         mine, theirs = known[few[0]], known[most[0]]
         return [
             Finding(
