@@ -249,9 +249,6 @@ class BlackBox:
             _at_last(lambda: await_answers(self.directory, modified(self._request)))
         self._files.forget_crash()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing: the wakeup pipe notifies the thread even while the main thread is blocked."""
-
     def _take_signal(self) -> None:
         """Handle SIGUSR2 unless a handler exists; only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
@@ -267,7 +264,8 @@ class BlackBox:
             os.close(writing)
             return
         self._signals = reading, writing
-        signal.signal(signal.SIGUSR2, self._on_signal)
+        # the pipe notifies the thread even while the main thread is blocked
+        signal.signal(signal.SIGUSR2, lambda *_: None)
 
     def _watch(self) -> None:
         """Write a dump whenever one is requested; runs in its own thread."""

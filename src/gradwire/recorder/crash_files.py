@@ -66,22 +66,18 @@ class CrashFiles:
         self.collections = Collections(_PAUSE_NS, _MOST)
         if not faulthandler.is_enabled():
             self._crashes = self._path(CRASH).open("w")
-            self._delay_aborts()
+            if _LIBC is not None:
+                # Gloo aborts a process that receives a message of an unexpected size, in a thread
+                # of C, in which no handler may run Python. So faulthandler, which runs first, is
+                # followed by libc's `sleep`, whose argument is then the signal's number. In these
+                # 6 s the recorder's thread writes a dump and ends the process. It cannot if the
+                # thread that aborts holds the GIL: then the process ends when they are over.
+                earlier = _LIBC.signal(signal.SIGABRT, ctypes.cast(_LIBC.sleep, ctypes.c_void_p))
+                if earlier:  # the program's own
+                    _LIBC.signal(signal.SIGABRT, earlier)
+                self._delays_aborts = not earlier
             faulthandler.enable(self._crashes)
             os.register_at_fork(after_in_child=self._disable)
-
-    def _delay_aborts(self) -> None:
-        """Gain time for a dump when C code aborts this process, unless it has its own handler."""
-        # Gloo aborts a process that receives a message of an unexpected size, in a thread of C, in
-        # which no handler may run Python. So faulthandler, which runs first, is followed by libc's
-        # `sleep`, whose argument is then the signal's number. In these 6 s the recorder's thread
-        # writes a dump and ends the process. It cannot if the thread that aborts holds the GIL:
-        # then the process ends when they are over.
-        if _LIBC is not None:
-            earlier = _LIBC.signal(signal.SIGABRT, ctypes.cast(_LIBC.sleep, ctypes.c_void_p))
-            if earlier:
-                _LIBC.signal(signal.SIGABRT, earlier)
-            self._delays_aborts = not earlier
 
     def is_aborting(self) -> bool:
         """Return True if C code aborts this process, whose end waits for a dump."""

@@ -79,6 +79,9 @@ def record_error(
     except Exception as other:
         message = f"(str() of this error raised {type(other).__name__})"
     parameters = getattr(error, "parameters", ()) if isinstance(error, GradwireError) else ()
+    reported, info = list[int](), info_of(group)
+    if isinstance(error, PeerFailedError) and info is not None:
+        reported = [info.ranks[rank] for rank in error.ranks if rank < len(info.ranks)]
     event = ErrorRecord(
         kind,
         type(error).__name__,
@@ -92,18 +95,11 @@ def record_error(
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
         came_from_loading(error),
         all(map(raised_in_python, [error, *chain])),
-        _reported(error, info_of(group)),
+        reported,
     )
     events.append(event)
     for listener in on_failure:
         listener(event)
-
-
-def _reported(error: BaseException, info: GroupInfo | None) -> list[int]:
-    """Return the global ranks that reported an error, which the others then raise."""
-    if not isinstance(error, PeerFailedError) or info is None:
-        return []
-    return [info.ranks[rank] for rank in error.ranks if rank < len(info.ranks)]
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:

@@ -31,18 +31,18 @@ _NAMES = {  # names that all versions of the analyzer accept
     "reduce_scatter_single": "_reduce_scatter_base",
 }
 _DTYPES = {
-    torch.bfloat16: "BFloat16",
     torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-    torch.float16: "Half",
-    torch.float32: "Float",
-    torch.float64: "Double",
+    torch.uint8: "Byte",
     torch.int8: "Char",
     torch.int16: "Short",
     torch.int32: "Int",
     torch.int64: "Long",
-    torch.uint8: "Byte",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.bfloat16: "BFloat16",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
 }
 
 
@@ -74,7 +74,11 @@ def flight_record() -> Record:
     theirs = _torchs_entries(groups, on_shm)
     references = {info.reference: info.name for info in groups.values()}
     _add_buckets([*own, *theirs], references, wall)
-    _add_ends(theirs, references, wall)
+    # ends of collectives that gradwire has waited for
+    ends = {(references.get(ref), number): at + wall for ref, number, at in list(ring.ends)}
+    for entry in theirs:
+        at = ends.get((entry["process_group"][0], entry["collective_seq_id"]))
+        entry["time_discovered_completed_ns"] = at or entry.get("time_discovered_completed_ns")
     entries = sorted([*own, *theirs], key=lambda entry: entry["time_created_ns"])
     dropped = min((int(entry["record_id"]) for entry in theirs), default=0)  # by torch's ring
     first = ring.recorded - len(own) + dropped
@@ -184,7 +188,14 @@ def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Reco
             number = entry["collective_seq_id"]
             if of_group and of_group[-1]["collective_seq_id"] > number:  # an earlier group's
                 of_group.clear()
-            of_group.append(_torchs_entry(entry))
+            backend, _, op = entry["profiling_name"].partition(":")
+            if is_gloos:  # the analyzer of 2.11 rejects Gloo's entries
+                profiled = f"{analysed_backend()}:{_NAMES.get(op, op)}"
+                entry |= {"profiling_name": profiled, "backend": backend, "op": op}
+            # the user's own code before packages
+            frames = entry.get("frames", ())
+            entry["frames"] = sorted(frames, key=lambda frame: not is_users(frame["filename"]))
+            of_group.append(entry)
     return [
         entry
         for name, of_group in found.items()
@@ -208,25 +219,6 @@ def _of_this_job(entries: list[Record], count: int | None) -> list[Record]:
             break
         found.append(entry)
     return found[::-1]
-
-
-def _torchs_entry(entry: Record) -> Record:
-    backend, _, op = entry["profiling_name"].partition(":")
-    if backend == "gloo":  # the analyzer of 2.11 rejects Gloo's entries
-        name = f"{analysed_backend()}:{_NAMES.get(op, op)}"
-        entry = entry | {"profiling_name": name, "backend": backend, "op": op}
-    # the user's own code before packages
-    frames = sorted(entry.get("frames", ()), key=lambda frame: not is_users(frame["filename"]))
-    return entry | {"frames": frames}
-
-
-def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> None:
-    """Set the end times of collectives that gradwire has waited for."""
-    ends = {(references.get(ref), number): at + wall for ref, number, at in list(ring.ends)}
-    for entry in entries:
-        at = ends.get((entry["process_group"][0], entry["collective_seq_id"]))
-        if at is not None:
-            entry["time_discovered_completed_ns"] = at
 
 
 def _add_buckets(entries: list[Record], references: dict[Any, str], wall: int) -> None:

@@ -85,7 +85,12 @@ class RecordedGroup:
         """Look up the group in torch.distributed."""
         if self._info is None:
             self._tries += 1
-            self._info = _find(self._backend())
+            backend = self._backend()
+            for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+                if backend is not None and (group is backend or _backend_for_cpu(group) is backend):
+                    this_rank()
+                    self._info = _note(group, name)
+                    break
             self.named = self._info is not None or self._tries >= _TRIES
         return self._info
 
@@ -125,16 +130,6 @@ def this_rank() -> int | None:
     if dist.is_initialized():
         _rank[:] = [dist.get_rank()]
     return _rank[0] if _rank else None
-
-
-def _find(backend: object) -> GroupInfo | None:
-    if backend is None:
-        return None
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-        if group is backend or _backend_for_cpu(group) is backend:
-            this_rank()
-            return _note(group, name)
-    return None
 
 
 def _backend_for_cpu(group: Any) -> object:

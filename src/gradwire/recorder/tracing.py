@@ -90,7 +90,12 @@ class Recording:
         part["left_out"] = self._left_out
         _write_whole(self._part(rank), part)
         if rank == 0:
-            self._merge(size)
+            files = [self._part(other) for other in range(size)]
+            wait_until(lambda: all(file.exists() for file in files), _WAIT_SECONDS)
+            there = [file for file in files if file.exists()]
+            _write_whole(self.path, trace_of([json.loads(file.read_text()) for file in there]))
+            for file in there:
+                file.unlink()
 
     def stop(self) -> None:
         """Stop recording."""
@@ -100,15 +105,6 @@ class Recording:
 
     def _part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{rank}.part")
-
-    def _merge(self, size: int) -> None:
-        files = [self._part(rank) for rank in range(size)]
-        wait_until(lambda: all(file.exists() for file in files), _WAIT_SECONDS)
-        there = [file for file in files if file.exists()]
-        parts = [json.loads(file.read_text()) for file in there]
-        _write_whole(self.path, trace_of(parts))
-        for file in there:
-            file.unlink()
 
 
 @contextmanager
@@ -153,7 +149,13 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     recording = Recording(file)
     try:
         recording.forget_earlier()  # before ranks synchronize to compare clocks
-        recording.offset = _offset()
+        world = dist.group.WORLD
+        store = None if world is None else find_store(world)
+        if world is not None and store is not None:
+            rank = world.rank()
+            count = store.add(f"gradwire/timelines/{rank}", 1)  # equal on all ranks
+            own_store = PrefixStore(f"gradwire/timeline/{count}", store)
+            recording.offset = find_offset(own_store, rank, world.size(), this_clock())
         yield
     finally:
         recording.stop()
@@ -175,16 +177,6 @@ def start_from_environment() -> None:
 
     at_end_of_job(write)
     atexit.register(write)
-
-
-def _offset() -> Offset:
-    world = dist.group.WORLD
-    store = None if world is None else find_store(world)
-    if world is None or store is None:
-        return Offset(0, 0)
-    count = store.add(f"gradwire/timelines/{world.rank()}", 1)  # equal on all ranks
-    own_store = PrefixStore(f"gradwire/timeline/{count}", store)
-    return find_offset(own_store, world.rank(), world.size(), this_clock())
 
 
 def _write_whole(path: Path, content: Any) -> None:

@@ -20,7 +20,7 @@ from gradwire.recorder.files import FIRST, PREFIX, RING, STACKS, ErrorRecord, lo
 
 _MOST_RANKS = 1 << 20  # limit for damaged dumps
 _NAME = re.compile(r"(.*?)(\d+)")
-_CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_CRASH_LINE = re.compile(r'  File "(?P<filename>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _NOT_DUMPS = (FIRST, RING.format(""))
 _CORES = {
     "_all_gather_base": "all_gather_single",
@@ -450,11 +450,18 @@ def _add_files(dumps: Dumps, directory: Path, *, outliving: bool) -> None:
     dumps.world = sorted({*dumps.world, *dumps.exits})
     nameless = []
     for path in directory.glob("crash-*.txt"):
-        crash = _crash(path)
-        number = path.stem.partition("-")[2]
-        if crash is not None and number.isdecimal():
+        text, number = path.read_text(errors="replace"), path.stem.partition("-")[2]
+        stacks = parse_stacks(text) if text.strip() else []
+        if not stacks:
+            continue
+        current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
+        at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
+        why = text.splitlines()[0].removeprefix("Fatal Python error: ")
+        in_main, when = at == len(stacks) - 1, path.stat().st_mtime_ns
+        crash = Crash(why, stacks[at][1], when, in_main, in_python=bool(current))
+        if number.isdecimal():
             dumps.crashes[int(number)] = crash
-        elif crash is not None:
+        else:
             nameless.append(crash)
     silent = {*dumps.world} - {*dumps.ranks}
     silent = {r for r in silent if not (directory / f"process-{r}.json").exists()}
@@ -491,18 +498,6 @@ _INVALID = (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionE
 """Errors of a file that is not what its name says."""
 
 
-def _crash(path: Path) -> Crash | None:
-    text = path.read_text(errors="replace")
-    stacks = parse_stacks(text) if text.strip() else []
-    if not stacks:
-        return None
-    current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
-    at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
-    why = text.splitlines()[0].removeprefix("Fatal Python error: ")
-    in_main = at == len(stacks) - 1
-    return Crash(why, stacks[at][1], path.stat().st_mtime_ns, in_main, bool(current))
-
-
 def parse_stacks(text: str) -> list[tuple[bool, list[Frame]]]:
     """Return the stacks in a report of faulthandler: if it is the current thread, and its frames.
 
@@ -511,13 +506,9 @@ def parse_stacks(text: str) -> list[tuple[bool, list[Frame]]]:
     parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.M)
     if len(parts) == 1:
         parts = ["", "Current thread", text]
-    return [
-        (
-            name.startswith("Current"),
-            [
-                {"filename": m[1], "line": int(m[2]), "name": m[3]}
-                for m in _CRASH_LINE.finditer(content)
-            ],
-        )
-        for name, content in zip(parts[1::2], parts[2::2], strict=True)
-    ]
+    stacks = []
+    for name, content in zip(parts[1::2], parts[2::2], strict=True):
+        found = _CRASH_LINE.finditer(content)
+        frames: list[Frame] = [m.groupdict() | {"line": int(m["line"])} for m in found]
+        stacks.append((name.startswith("Current"), frames))
+    return stacks

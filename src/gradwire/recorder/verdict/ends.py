@@ -11,7 +11,6 @@ from gradwire.recorder.verdict.dumps import Crash
 from gradwire.recorder.verdict.evidence import (
     LONG_NS,
     NEVER,
-    UNCLEAR,
     Evidence,
     Finding,
     Kind,
@@ -33,9 +32,7 @@ _BY_SIGNAL: dict[int, tuple[str, ...]] = {
     ),
     signal.SIGBUS: ("check that /dev/shm and mapped files have space: `df /dev/shm`",),
     signal.SIGABRT: ("see the end of its log: a library called abort() and says why",),
-    signal.SIGTERM: (
-        "find out what sent SIGTERM: a scheduler's time limit or preemption, or `kill`",
-    ),
+    signal.SIGTERM: ("find out what sent SIGTERM: a time limit, a preemption, or `kill`",),
     signal.SIGINT: ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",),
 }
 _LOCAL = ("localhost", "127.", "::1")
@@ -46,21 +43,21 @@ _LOST_STORE = {"DistNetworkError", "DistStoreError"}
 # -- ends ----------------------------------------------------------------------------------------
 
 
-def find_crash(evidence: Evidence) -> list[Finding]:
+def find_crash(evidence: Evidence) -> Finding | None:
     """Find the process that crashed first in C, by itself."""
     return _first_crash(evidence, by_message=False)
 
 
-def find_aborted(evidence: Evidence) -> list[Finding]:
+def find_aborted(evidence: Evidence) -> Finding | None:
     """Find a process that a backend aborted, because of another rank's message."""
     return _first_crash(evidence, by_message=True)
 
 
-def _first_crash(evidence: Evidence, *, by_message: bool) -> list[Finding]:
+def _first_crash(evidence: Evidence, *, by_message: bool) -> Finding | None:
     crashes = evidence.dumps.crashes.items()
     of_kind = [(c.time, r, c) for r, c in crashes if _is_by_message(c) == by_message]
     if not of_kind:
-        return []
+        return None
     when, rank, crash = min(of_kind, key=lambda each: each[:2])
     thread = "" if crash.in_main else ", in a thread other than the main one"
     number = {"Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}.get(crash.why, signal.SIGSEGV)
@@ -69,7 +66,7 @@ def _first_crash(evidence: Evidence, *, by_message: bool) -> list[Finding]:
     places = place_of(crash.frames)
     if not by_message:
         remedies = _BY_SIGNAL[number]
-        return [Finding(Kind.CRASHED, (rank,), summary, remedies, places=places, time=when)]
+        return Finding(Kind.CRASHED, (rank,), summary, remedies, places=places, time=when)
     summary += "; another rank may have sent an unexpected message"
     remedies = (
         "check that all ranks call the same collective with the same sizes: Gloo aborts a process "
@@ -77,7 +74,7 @@ def _first_crash(evidence: Evidence, *, by_message: bool) -> list[Finding]:
         "run with GRADWIRE_CHECKS=1 or on shm, which compare the calls first",
     )
     # it ranks after its cause, whenever that was recorded
-    return [Finding(Kind.CRASHED, (), summary, remedies, places=places, time=NEVER)]
+    return Finding(Kind.CRASHED, (), summary, remedies, places=places, time=NEVER)
 
 
 def _is_by_message(crash: Crash) -> bool:
@@ -87,30 +84,28 @@ def _is_by_message(crash: Crash) -> bool:
     return crash.why.startswith("Aborted") and waits
 
 
-def find_stopped(evidence: Evidence) -> list[Finding]:
+def find_stopped(evidence: Evidence) -> Finding | None:
     """Find a stopped process."""
     for rank, state in sorted(evidence.states.items()):
         if state.startswith("stopped"):
             trace, stack = evidence.trace(rank), evidence.last_stack(rank)
-            return [
-                Finding(
-                    Kind.STOPPED,
-                    (rank,),
-                    f"rank {rank}'s process was {state}{at_line(stack)}, neither running nor dead, "
-                    "and the others waited",
-                    (
-                        "continue it: kill -CONT",
-                        "find out what stopped it: SIGSTOP, a debugger, Ctrl-Z in a terminal, a "
-                        "frozen container",
-                    ),
-                    places=place_of(stack),
-                    time=trace.beat if trace is not None else 0,
-                )
-            ]
-    return []
+            return Finding(
+                Kind.STOPPED,
+                (rank,),
+                f"rank {rank}'s process was {state}{at_line(stack)}, neither running nor dead, "
+                "and the others waited",
+                (
+                    "continue it: kill -CONT",
+                    "find out what stopped it: SIGSTOP, a debugger, Ctrl-Z in a terminal, a "
+                    "frozen container",
+                ),
+                places=place_of(stack),
+                time=trace.beat if trace is not None else 0,
+            )
+    return None
 
 
-def find_killed(evidence: Evidence) -> list[Finding]:
+def find_killed(evidence: Evidence) -> Finding | None:
     """Find ranks that a signal ended, and that nothing else had failed before."""
     dumps = evidence.dumps
     killed = {}
@@ -123,11 +118,11 @@ def find_killed(evidence: Evidence) -> list[Finding]:
     if -signal.SIGKILL in killed.values():
         killed = {rank: code for rank, code in killed.items() if code == -signal.SIGKILL}
     if not killed or (len(killed) == len(dumps.world) > 1):
-        return []
-    return [_ended(evidence, list(killed))]
+        return None
+    return _ended(evidence, list(killed))
 
 
-def find_exit(evidence: Evidence) -> list[Finding]:
+def find_exit(evidence: Evidence) -> Finding | None:
     """Find a rank that ended itself with a code or a text, or by `os._exit`, before the others."""
     dumps, found = evidence.dumps, []
     for rank in dumps.world:
@@ -140,17 +135,17 @@ def find_exit(evidence: Evidence) -> list[Finding]:
         if by_itself and not _came_after(evidence, rank):
             found.append((evidence.ends_at(rank), rank, code))
     if not found:
-        return []
+        return None
     when, rank, code = min(found)
     if len(found) == len(dumps.world) > 1:
         summary = f"all ranks ended themselves, the first with exit code {code}, and none had an "
         summary += "error"
         remedies = ("see the end of their logs",)
-        return [Finding(Kind.DIED, (), summary, remedies, time=when, confidence=UNCLEAR)]
-    return [_ended(evidence, [rank])]
+        return Finding(Kind.DIED, (), summary, remedies, time=when)
+    return _ended(evidence, [rank])
 
 
-def find_gone(evidence: Evidence) -> list[Finding]:
+def find_gone(evidence: Evidence) -> Finding | None:
     """Find the one rank whose process had ended without a dump when the others failed."""
     dumps, states = evidence.dumps, evidence.states
     over = {rank for rank, state in states.items() if state in ENDED}
@@ -172,8 +167,8 @@ def find_gone(evidence: Evidence) -> list[Finding]:
         since = min(call.created for call in gap.calls.values())
         for rank in gap.missing:
             if evidence.standings[rank] is None and dumps.ranks[rank].taken_ns - since > LONG_NS:
-                return []
-    return [_ended(evidence, gone)] if len(gone) == 1 else []
+                return None
+    return _ended(evidence, gone) if len(gone) == 1 else None
 
 
 def _ended(evidence: Evidence, ranks: list[int]) -> Finding:
@@ -202,9 +197,7 @@ def _ended(evidence: Evidence, ranks: list[int]) -> Finding:
         remedies = _BY_SIGNAL.get(-code, ("find out what sent this signal",))
         if exit_.oom_killed:
             how += ", by the kernel's out-of-memory killer"
-            remedies = (
-                "raise the container's memory limit, or use less: a smaller batch, fewer workers",
-            )
+            remedies = ("raise its memory limit, or use less: a smaller batch, fewer workers",)
     return Finding(
         Kind.DIED,
         ranks,
@@ -225,7 +218,7 @@ def _came_after(evidence: Evidence, rank: int, slack: int = _SLACK_NS) -> bool:
     return evidence.last_seen(rank) > failed + slack
 
 
-def find_left(evidence: Evidence) -> list[Finding]:
+def find_left(evidence: Evidence) -> Finding | None:
     """Find a rank that ended without an error while a call of its own was still running."""
     found = [
         (evidence.ends_at(rank), rank, dump.pending[0])
@@ -236,31 +229,23 @@ def find_left(evidence: Evidence) -> list[Finding]:
         and not _came_after(evidence, rank)
     ]
     if not found or len(found) == len(evidence.dumps.world):
-        return []
+        return None
     when, rank, call = min(found, key=lambda each: each[:2])
     summary = f"rank {rank} ended while its {name_call(call)} was still running: nothing waited "
+    summary += "for its handle"
     remedies = ("call wait() on the handle that this line returns",)
-    return [
-        Finding(
-            Kind.FINISHED,
-            (rank,),
-            f"{summary}for its handle",
-            remedies,
-            places=(call.place,),
-            time=when,
-        )
-    ]
+    return Finding(Kind.FINISHED, (rank,), summary, remedies, places=(call.place,), time=when)
 
 
 # -- start-up ------------------------------------------------------------------------------------
 
 
-def find_same_rank(evidence: Evidence) -> list[Finding]:
+def find_same_rank(evidence: Evidence) -> Finding | None:
     """Find two processes that were started with the same RANK."""
     starts = evidence.dumps.starts
     doubled = [rank for rank, n in Counter(start.rank for start in starts).items() if n > 1]
     if evidence.began or not doubled:
-        return []
+        return None
     rank = doubled[0]
     of = [start for start in starts if start.rank == rank]
     who = " and ".join(f"process {start.pid} on {start.host}" for start in of)
@@ -272,22 +257,20 @@ def find_same_rank(evidence: Evidence) -> list[Finding]:
     for start in of:
         values = " ".join(f"{name}={value}" for name, value in sorted(start.launch.items()))
         details.append(f"process {start.pid} on {start.host}: {values}")
-    return [
-        Finding(
-            Kind.START,
-            (rank,),
-            f"{len(of)} processes were started with RANK={rank}: {who}{lacks}",
-            (
-                "give each process a RANK of its own, from 0 to WORLD_SIZE - 1",
-                "on several hosts, RANK is node rank * processes per host + LOCAL_RANK",
-            ),
-            details,
-            time=1,
-        )
-    ]
+    return Finding(
+        Kind.START,
+        (rank,),
+        f"{len(of)} processes were started with RANK={rank}: {who}{lacks}",
+        (
+            "give each process a RANK of its own, from 0 to WORLD_SIZE - 1",
+            "on several hosts, RANK is node rank * processes per host + LOCAL_RANK",
+        ),
+        details,
+        time=1,
+    )
 
 
-def find_other_values(evidence: Evidence) -> list[Finding]:
+def find_other_values(evidence: Evidence) -> Finding | None:
     """Find ranks that were started with another address, port or number of ranks."""
     starts = evidence.dumps.starts
     for name in _MUST_AGREE if not evidence.began else ():
@@ -304,54 +287,48 @@ def find_other_values(evidence: Evidence) -> list[Finding]:
         named = few if len(most) > len(second) else changed if len(changed) < len(starts) else []
         why = f"; the program changed it on {list_ranks(changed)}" if changed else ""
         shown = ", ".join(f"{list_ranks(of)} {name}={value}" for value, of in by_value.items())
-        return [
-            Finding(
-                Kind.START,
-                named,
-                f"the ranks were started with different values of {name}: {shown}; they look for "
-                f"each other in different places{why}",
-                (f"set the same {name} for all ranks",),
-                time=1,
-                confidence="" if named else UNCLEAR,
-            )
-        ]
-    return []
+        return Finding(
+            Kind.START,
+            named,
+            f"the ranks were started with different values of {name}: {shown}; they look for "
+            f"each other in different places{why}",
+            (f"set the same {name} for all ranks",),
+            time=1,
+        )
+    return None
 
 
-def find_never_started(evidence: Evidence) -> list[Finding]:
+def find_never_started(evidence: Evidence) -> Finding | None:
     """Find ranks of which no process was seen, while all others wait for them to join."""
     dumps = evidence.dumps
     sizes = {start.launch.get("WORLD_SIZE", "") for start in dumps.starts}
     if evidence.began or len(sizes) != 1 or any(evidence.primary.values()):
-        return []
+        return None
     text = sizes.pop()
     size = int(text) if text.isdecimal() else 0
     seen = {start.rank for start in dumps.starts} | {*dumps.ranks}
     lacking = sorted({*range(min(size, 1 << 16))} - seen)
     if not lacking:
-        return []
+        return None
     local = all(s.launch.get("MASTER_ADDR", "").startswith(_LOCAL) for s in dumps.starts)
     stack = next((dump.stack for dump in dumps.ranks.values() if dump.stack), [])
     where = "" if local else ", or write to another directory"
-    return [
-        Finding(
-            Kind.START,
-            lacking if local else (),
-            f"{list_ranks(lacking)} {'was' if len(lacking) == 1 else 'were'} never started{where}: "
-            f"WORLD_SIZE is {size}, and {list_ranks(sorted(seen))} were seen",
-            (
-                f"start a process for each rank from 0 to {size - 1}",
-                f"or set WORLD_SIZE to {len(seen)} on all of them",
-            ),
-            [f"the others wait{at_line(stack)}"],
-            place_of(stack),
-            time=1,
-            confidence="" if local else UNCLEAR,
-        )
-    ]
+    return Finding(
+        Kind.START,
+        lacking if local else (),
+        f"{list_ranks(lacking)} {'was' if len(lacking) == 1 else 'were'} never started{where}: "
+        f"WORLD_SIZE is {size}, and {list_ranks(sorted(seen))} were seen",
+        (
+            f"start a process for each rank from 0 to {size - 1}",
+            f"or set WORLD_SIZE to {len(seen)} on all of them",
+        ),
+        [f"the others wait{at_line(stack)}"],
+        place_of(stack),
+        time=1,
+    )
 
 
-def find_store_gone(evidence: Evidence) -> list[Finding]:
+def find_store_gone(evidence: Evidence) -> Finding | None:
     """Find that rank 0 has ended, whose process held the store that the others use."""
     lost = {
         rank: event
@@ -361,18 +338,16 @@ def find_store_gone(evidence: Evidence) -> list[Finding]:
     }
     event = min(lost.values(), key=lambda each: each.time, default=None)
     if event is None or 0 in lost or evidence.gaps or evidence.ends_at(0) > event.time:
-        return []
-    return [
-        Finding(
-            Kind.FINISHED,
-            (0,),
-            f"rank 0 had ended, and with it the store that {list_ranks(sorted(lost))} still needed"
-            f"{at_line(event.lines)}",
-            (
-                "let rank 0 end last: call dist.barrier() at the end of the program on all ranks",
-                "or run the store in the launcher, as torchrun and `gradwire run` do",
-            ),
-            places=place_of(event.lines),
-            time=evidence.ends_at(0),
-        )
-    ]
+        return None
+    return Finding(
+        Kind.FINISHED,
+        (0,),
+        f"rank 0 had ended, and with it the store that {list_ranks(sorted(lost))} still needed"
+        f"{at_line(event.lines)}",
+        (
+            "let rank 0 end last: call dist.barrier() at the end of the program on all ranks",
+            "or run the store in the launcher, as torchrun and `gradwire run` do",
+        ),
+        places=place_of(event.lines),
+        time=evidence.ends_at(0),
+    )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from gradwire.recorder.files import ErrorRecord
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.evidence import (
-    UNCLEAR,
+    CERTAIN,
     Evidence,
     Finding,
     Kind,
@@ -25,12 +25,8 @@ from gradwire.recorder.verdict.evidence import (
     was_interrupted,
 )
 
-_OTHER = {
-    "size": "print the shape before this line on all ranks: the last batch, padding and the "
-    "model's configuration determine it",
-    "dtype": "print the dtype before this line on all ranks: autocast, a checkpoint and the "
-    "model's configuration determine it",
-}
+_CHANGES = {"size": "the last batch, padding", "dtype": "autocast, a checkpoint"}
+"""What changes a call's tensors on one rank."""
 _CONDITIONS = (
     "look for a condition on the rank or on its data before these lines",
     "look for iteration over a set, whose order differs between processes: sort it",
@@ -44,7 +40,7 @@ _TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this
 # -- other calls ---------------------------------------------------------------------------------
 
 
-def find_mismatch(evidence: Evidence) -> list[Finding]:
+def find_mismatch(evidence: Evidence) -> Finding | None:
     """Find the oldest collective in which ranks made different calls."""
     dumps = evidence.dumps
     found: list[tuple[int, dict[int, Call], list[int]]] = []
@@ -59,9 +55,9 @@ def find_mismatch(evidence: Evidence) -> list[Finding]:
                 found.append((max(call.created for call in calls.values()), calls, culprits))
                 break
     if not found:
-        return []
+        return None
     when, calls, culprits = min(found, key=lambda each: each[0])
-    return [replace(_mismatch(evidence, calls, culprits), time=when)]
+    return replace(_mismatch(evidence, calls, culprits), time=when)
 
 
 def _mismatch(evidence: Evidence, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
@@ -84,7 +80,8 @@ def _mismatch(evidence: Evidence, calls: Mapping[int, Call], culprits: list[int]
     number = f"number {theirs.number} of group {theirs.group}"
     one, other = (name_call(call, number=False) for call in (mine, theirs))
     if same_line:
-        remedies = (_OTHER[field],)
+        look, by = f"print the {field} before this line on all ranks", _CHANGES[field]
+        remedies = (f"{look}: {by} and the model's configuration determine it",)
     if not culprits:
         what = f"called {mine.op} with different {field}s" if same_line else "made different calls"
         summary = f"{who} {what} ({number}), equally many each: {one}, and {other}"
@@ -108,7 +105,8 @@ def _mismatch(evidence: Evidence, calls: Mapping[int, Call], culprits: list[int]
     else:
         summary = f"{who} called {one}, where {list_ranks(others)} called {other} ({number})"
     places, parameters = unique([mine.place, theirs.place]), mine.parameters or theirs.parameters
-    return Finding(kind, culprits, summary, remedies, details, places, parameters)
+    finding = Finding(kind, culprits, summary, remedies, details, places, parameters)
+    return replace(finding, confidence=CERTAIN)  # even if it is not known whose call is right
 
 
 def _value(call: Call, field: str) -> str:
@@ -186,7 +184,7 @@ def _follows(dumps: Dumps, first: Call, second: Call) -> bool:
 def _error(
     ranks: Sequence[int], event: ErrorRecord, summary: str, *remedies: str, kind: str = Kind.ERROR
 ) -> Finding:
-    """Describe an error, whose message ends the summary; without ranks it is unclear."""
+    """Describe an error, whose message ends the summary."""
     return Finding(
         kind,
         ranks,
@@ -195,16 +193,15 @@ def _error(
         places=place_of(event.lines),
         parameters=event.parameters,
         time=event.time,
-        confidence="" if ranks else UNCLEAR,
     )
 
 
-def find_error(evidence: Evidence) -> list[Finding]:
+def find_error(evidence: Evidence) -> Finding | None:
     """Find the oldest error that no other rank's failure explains."""
     dumps = evidence.dumps
     errors = [(e.time, rank, e) for rank, events in evidence.primary.items() for e in events]
     if not errors:
-        return []
+        return None
     # one failure may have spread to all ranks with the data, such as a NaN
     when, _, event = min(errors, key=lambda each: each[0])
     same = sorted({r for _, r, e in errors if (e.type, e.message) == (event.type, event.message)})
@@ -220,9 +217,7 @@ def find_error(evidence: Evidence) -> list[Finding]:
         remedies = ("compare these errors and the hosts' logs, which show the first one",)
         details = [f"rank {rank}: {evidence.last_error(rank)}" for rank in failed]
         summary = f"{list_ranks(failed)} failed, {text}"
-        return [
-            Finding(Kind.UNCLEAR, (), summary, remedies, details, time=when, confidence=UNCLEAR)
-        ]
+        return Finding(Kind.UNCLEAR, (), summary, remedies, details, time=when)
     # ranks with an error that differs in numbers only, such as the rank's own
     what = event.type, event.lines[:1], _NUMBER.sub("", event.message)
     alike = {
@@ -237,21 +232,19 @@ def find_error(evidence: Evidence) -> list[Finding]:
         why = f"{how} when all compared what they have, and any rank may differ"
         remedy = "print the configuration on all ranks before this line, and compare"
         who = list_ranks(sorted(alike | in_line))
-        return [_error((), event, f"{who} {why}", remedy, kind=Kind.MISMATCH)]
+        return _error((), event, f"{who} {why}", remedy, kind=Kind.MISMATCH)
     if len(same) == len(dumps.world) > 1:
         why = f"{how}, for a reason that they share or that came to all of them with the data"
-        return [
-            _error(
-                (),
-                event,
-                f"all ranks {why}",
-                "fix that line, if its reason is the same on all ranks",
-                "if a NaN or infinity may have come from one rank, run with "
-                "GRADWIRE_CHECK_FINITE=1, which names the first one",
-            )
-        ]
+        return _error(
+            (),
+            event,
+            f"all ranks {why}",
+            "fix that line, if its reason is the same on all ranks",
+            "if a NaN or infinity may have come from one rank, run with "
+            "GRADWIRE_CHECK_FINITE=1, which names the first one",
+        )
     ends = "and the process ended" if event.kind == "uncaught" else "raised by gradwire"
-    return [_error(same, event, f"{evidence.on_host(same)} {how}, {ends}", *_for_error(event))]
+    return _error(same, event, f"{evidence.on_host(same)} {how}, {ends}", *_for_error(event))
 
 
 def _for_error(event: ErrorRecord) -> tuple[str, ...]:
@@ -268,73 +261,70 @@ def _for_error(event: ErrorRecord) -> tuple[str, ...]:
     return ("fix that line: the other ranks' errors follow from it",)
 
 
-def find_disagreement(evidence: Evidence) -> list[Finding]:
+def find_disagreement(evidence: Evidence) -> Finding | None:
     """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
     found = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.values]
     if not found:
-        return []
+        return None
     event = min(found, key=lambda each: each.time)
     ranks = _minority(event.values)
     passed = f"{list_ranks(ranks)} passed something else than the others: " if ranks else ""
-    return [
-        Finding(
-            Kind.MISMATCH,
-            ranks,
-            passed + " ".join(event.message.split()),
-            ("pass the same on all ranks",),
-            places=place_of(event.lines),
-            time=event.time,
-        )
-    ]
+    return Finding(
+        Kind.MISMATCH,
+        ranks,
+        passed + " ".join(event.message.split()),
+        ("pass the same on all ranks",),
+        places=place_of(event.lines),
+        time=event.time,
+        confidence=CERTAIN,
+    )
 
 
-def find_reported(evidence: Evidence) -> list[Finding]:
+def find_reported(evidence: Evidence) -> Finding | None:
     """Find ranks that told the others of an error of theirs, which they may have swallowed."""
     told = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.reported]
     if not told:
-        return []
+        return None
     event = min(told, key=lambda each: each.time)
     ranks = sorted(event.reported)
     summary = f"{list_ranks(ranks)} had an error in backward, told the others and went on"
     look = "look for a `try` around backward() that swallows the error, and print it there"
-    return [_error(ranks, event, summary, look, _SKIP_IF_ANY)]
+    return _error(ranks, event, summary, look, _SKIP_IF_ANY)
 
 
-def find_interrupted(evidence: Evidence) -> list[Finding]:
+def find_interrupted(evidence: Evidence) -> Finding | None:
     """Find the one rank that KeyboardInterrupt ended, before any other failure."""
     ranks = evidence.dumps.ranks
     found = [(r, e) for r, d in ranks.items() for e in d.events if e.type == "KeyboardInterrupt"]
     if len({rank for rank, _ in found}) != 1 or len(evidence.dumps.world) == 1:
-        return []  # Ctrl-C reaches all ranks
+        return None  # Ctrl-C reaches all ranks
     rank, event = found[-1]
     if not was_interrupted(event) or event.time > min(map(evidence.fails_at, ranks)):
-        return []
+        return None
     summary = f"{evidence.on_host([rank])} was interrupted by SIGINT{at_line(event.lines)}, "
     summary += "and no other rank was"
     remedies = ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",)
     place = place_of(event.lines)
-    return [Finding(Kind.ERROR, (rank,), summary, remedies, places=place, time=event.time)]
+    return Finding(Kind.ERROR, (rank,), summary, remedies, places=place, time=event.time)
 
 
-def find_not_finite(evidence: Evidence) -> list[Finding]:
+def find_not_finite(evidence: Evidence) -> Finding | None:
     """Find the rank that was first about to send a NaN or infinity, if that was checked."""
     dumps = evidence.dumps
     noted = {rank: dump.not_finite[0] for rank, dump in dumps.ranks.items() if dump.not_finite}
     if not noted or not dumps.same_clock(noted):
-        return []
+        return None
     rank, first = min(noted.items(), key=lambda item: int(item[1]["time"]))
     at_step = f" in step {first['step']}" if first["step"] is not None else ""
     names = list(map(str, first["parameters"]))
     shown = f": {list_names(names)}" if names else ""
-    return [
-        Finding(
-            Kind.NOT_FINITE,
-            (rank,),
-            f"rank {rank} was the first with NaN or infinity, in {first['what']}{at_step}{shown}"
-            f"{at_line(first['lines'])}",
-            ("look at this rank's batch of that step, and at its loss", _SKIP_IF_ANY),
-            places=place_of(first["lines"]),
-            parameters=names,
-            time=int(first["time"]),
-        )
-    ]
+    return Finding(
+        Kind.NOT_FINITE,
+        (rank,),
+        f"rank {rank} was the first with NaN or infinity, in {first['what']}{at_step}{shown}"
+        f"{at_line(first['lines'])}",
+        ("look at this rank's batch of that step, and at its loss", _SKIP_IF_ANY),
+        places=place_of(first["lines"]),
+        parameters=names,
+        time=int(first["time"]),
+    )

@@ -24,19 +24,11 @@ OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_gr
 """Calls that end once all ranks have made them, and that may be missing from the records."""
 
 _BEATS_NS = 700_000_000  # a living process has written a beat in this time, on a busy machine
-_SECONDARY = {  # errors caused by other ranks' failures
-    "BrokenGroupError",
-    "CheckedMismatchError",
-    "CollectiveTimeoutError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "KeyboardInterrupt",
-    "MismatchError",  # the recorded calls show more
-    "PeerFailedError",
-    "PeerLostError",
-    "SIGTERMException",
-}
+_SECONDARY = {"CollectiveTimeoutError", "PeerFailedError", "PeerLostError", "BrokenGroupError"}
+_SECONDARY |= {"DistBackendError", "DistNetworkError", "DistStoreError", "CheckedMismatchError"}
+_SECONDARY |= {"KeyboardInterrupt", "SIGTERMException"}
+_SECONDARY |= {"MismatchError"}  # the recorded calls show more
+"""Errors caused by other ranks' failures."""
 _OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods that end an earlier call, which may be a message."""
 _MESSAGES = {"recv", "irecv", "send", "isend", "batch_isend_irecv"}

@@ -32,19 +32,21 @@ class Rule:
 
     Attributes:
         name: Name, shown as `rule` in JSON.
-        find: Function that returns its findings; its docstring says what evidence it needs.
-        confidence: Confidence of its findings, unless one has its own.
+        find: Function that returns its finding; its docstring says what evidence it needs.
+        confidence: Confidence of the finding, unless it has its own or names no rank.
         unless: Names of rules whose findings exclude it.
     """
 
     name: str
-    find: Callable[[Evidence], Sequence[Finding]]
+    find: Callable[[Evidence], Finding | None]
     confidence: str
     unless: tuple[str, ...] = ()
 
 
 _ENDS = ("crash", "signal", "exit")
 _FAILURES = ("error", "other call", *_ENDS, "stopped", "gone")
+_STARTED = ("same rank", "other address", "error", *_ENDS)
+_MISSING = ("another wait", "missing")
 
 CAUSES = (
     Rule("error", errors.find_error, CERTAIN),
@@ -62,25 +64,15 @@ CAUSES = (
     Rule("left", ends.find_left, LIKELY, (*_FAILURES, "other value")),
     Rule("same rank", ends.find_same_rank, CERTAIN),
     Rule("other address", ends.find_other_values, CERTAIN, ("same rank",)),
-    Rule(
-        "never started",
-        ends.find_never_started,
-        LIKELY,
-        ("same rank", "other address", "error", *_ENDS),
-    ),
+    Rule("never started", ends.find_never_started, LIKELY, _STARTED),
     Rule("store", ends.find_store_gone, LIKELY, ("error", *_ENDS)),
     Rule("deadlock", waits.find_deadlock, CERTAIN, (*_FAILURES, "interrupted")),
 )
 ABSENCES = (
     Rule("another wait", waits.find_elsewhere, LIKELY, ("deadlock",)),
     Rule("missing", waits.find_missing, LIKELY, ("another wait", "deadlock")),
-    Rule(
-        "not in a group's call",
-        waits.find_not_in_group_call,
-        LIKELY,
-        ("another wait", "missing"),
-    ),
-    Rule("late", waits.find_late, LIKELY, ("another wait", "missing", "not in a group's call")),
+    Rule("not in a group's call", waits.find_not_in_group_call, LIKELY, _MISSING),
+    Rule("late", waits.find_late, LIKELY, (*_MISSING, "not in a group's call")),
 )
 
 _SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.START)
@@ -91,23 +83,21 @@ _SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE,
 
 def find_failures(evidence: Evidence) -> list[Finding]:
     """Return the findings about a failure, the cause first; empty if nothing failed."""
-    found = {
-        rule.name: [
+    found = {rule.name: rule.find(evidence) for rule in (*CAUSES, *ABSENCES)}
+
+    def kept(rules: Sequence[Rule]) -> list[Finding]:
+        return [
             replace(
                 f,
                 ranks=tuple(f.ranks),
                 rule=rule.name,
-                confidence=f.confidence or rule.confidence,
+                confidence=f.confidence or (rule.confidence if f.ranks else UNCLEAR),
             )
-            for f in rule.find(evidence)
+            for rule in rules
+            if (f := found[rule.name]) and not any(found[name] for name in rule.unless)
         ]
-        for rule in (*CAUSES, *ABSENCES)
-    }
-    kept = {
-        rule.name: [] if any(found[name] for name in rule.unless) else found[rule.name]
-        for rule in (*CAUSES, *ABSENCES)
-    }
-    causes = sorted((f for rule in CAUSES for f in kept[rule.name]), key=lambda f: f.time)
+
+    causes = sorted(kept(CAUSES), key=lambda finding: finding.time)
     if causes and not causes[0].ranks and causes[0].kind == Kind.MISMATCH:
         # of two ranks that differ, one may say which of its parameters it left out
         causes.sort(key=lambda finding: not (finding.kind == Kind.ERROR and finding.parameters))
@@ -119,8 +109,8 @@ def find_failures(evidence: Evidence) -> list[Finding]:
     ]
     named = {rank for finding in causes for rank in finding.ranks}
     late = ("late", "not in a group's call") if causes else ()
-    absent = [f for rule in ABSENCES if rule.name not in late for f in kept[rule.name]]
-    known = [*causes, *(f for f in absent if named.isdisjoint(f.ranks))]
+    absent = [f for f in kept(ABSENCES) if f.rule not in late and named.isdisjoint(f.ranks)]
+    known = [*causes, *absent]
     if any(finding.ranks or finding.kind in _SAYS for finding in known):
         return known
     unclear = _find_unclear(evidence)

@@ -32,8 +32,7 @@ def find_slow(dumps: Dumps) -> list[Finding]:
     everything = [call for calls in complete for call in calls.values()]
     covered = max(max(c.created, c.ended) for c in everything) - min(c.created for c in everything)
     found = [_late(dumps, complete, covered), _slow_transfer(dumps, complete, covered)]
-    weighed = [each for each in found if each is not None]
-    return [finding for _, finding in sorted(weighed, key=lambda each: -each[0])]
+    return [finding for _, finding in sorted(filter(None, found), key=lambda each: -each[0])]
 
 
 def _aligned(calls: dict[int, Call]) -> dict[int, Call]:

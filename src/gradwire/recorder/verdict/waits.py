@@ -58,7 +58,7 @@ class _Wait(NamedTuple):
     ranks: Sequence[int]
 
 
-def find_deadlock(evidence: Evidence) -> list[Finding]:
+def find_deadlock(evidence: Evidence) -> Finding | None:
     """Find ranks that wait for each other, in different groups, for messages or for a file lock."""
     waits = _waits(evidence)
     for rank in sorted(waits):
@@ -78,16 +78,14 @@ def find_deadlock(evidence: Evidence) -> list[Finding]:
         elif "" in names:
             why = "each for a message of the next: no rank reaches its send"
             remedies = _FOR_MESSAGES
-        return [
-            Finding(
-                Kind.DEADLOCK,
-                sorted(path),
-                f"{list_ranks(path)} wait for each other, {why}",
-                remedies,
-                [f"rank {r} waits {waits[r].words} for {list_ranks(waits[r].ranks)}" for r in path],
-                unique([w.place for w in (*locked, *(waits[r] for r in path)) if w.place]),
-            )
-        ]
+        return Finding(
+            Kind.DEADLOCK,
+            sorted(path),
+            f"{list_ranks(path)} wait for each other, {why}",
+            remedies,
+            [f"rank {r} waits {waits[r].words} for {list_ranks(waits[r].ranks)}" for r in path],
+            unique([w.place for w in (*locked, *(waits[r] for r in path)) if w.place]),
+        )
     return _all_receive(evidence)
 
 
@@ -128,31 +126,29 @@ def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
     return path[path.index(rank) :]
 
 
-def _all_receive(evidence: Evidence) -> list[Finding]:
+def _all_receive(evidence: Evidence) -> Finding | None:
     """Find that all ranks wait for a message: Gloo does not record from whom."""
     stands = {r: at for r, at in evidence.standings.items() if at and at.op in _RECEIVES}
     if len(stands) < max(2, len(evidence.dumps.world)) or evidence.gaps:
-        return []
+        return None
     failed = [time for rank in stands if (time := evidence.fails_at(rank)) < NEVER]
     if failed and max(failed) - min(failed) > LONG_NS:
-        return []  # the last one came late
+        return None  # the last one came late
     lines = unique(sorted(at.words.removeprefix(f"in {at.op} ") for at in stands.values()))
-    return [
-        Finding(
-            Kind.DEADLOCK,
-            sorted(stands),
-            f"all ranks wait for a message at the same time: {', '.join(lines[:3])}",
-            _FOR_MESSAGES,
-            [f"rank {rank} waited {at.words}" for rank, at in stands.items()],
-            unique([at.place for at in stands.values()]),
-        )
-    ]
+    return Finding(
+        Kind.DEADLOCK,
+        sorted(stands),
+        f"all ranks wait for a message at the same time: {', '.join(lines[:3])}",
+        _FOR_MESSAGES,
+        [f"rank {rank} waited {at.words}" for rank, at in stands.items()],
+        unique([at.place for at in stands.values()]),
+    )
 
 
 # -- ranks in another call, or in none -----------------------------------------------------------
 
 
-def find_elsewhere(evidence: Evidence) -> list[Finding]:
+def find_elsewhere(evidence: Evidence) -> Finding | None:
     """Find a minority of ranks in one call while all others wait in another call of the group."""
     dumps = evidence.dumps
     for gap in evidence.gaps:
@@ -173,42 +169,38 @@ def find_elsewhere(evidence: Evidence) -> list[Finding]:
         if any(known[rank].op in _RECEIVES for rank in few):
             continue  # one of the others may not have sent the message
         mine, theirs = known[few[0]], known[most[0]]
-        return [
-            Finding(
-                Kind.MISMATCH,
-                few,
-                f"{list_ranks(few)} waited {mine.words}, and {list_ranks(most)} {theirs.words}",
-                (
-                    "make the same calls on all ranks, including new_group() and barriers",
-                    "look for a condition on the rank before these lines",
-                ),
-                places=(mine.place, theirs.place),
-            )
-        ]
-    return []
+        return Finding(
+            Kind.MISMATCH,
+            few,
+            f"{list_ranks(few)} waited {mine.words}, and {list_ranks(most)} {theirs.words}",
+            (
+                "make the same calls on all ranks, including new_group() and barriers",
+                "look for a condition on the rank before these lines",
+            ),
+            places=(mine.place, theirs.place),
+        )
+    return None
 
 
-def find_not_in_group_call(evidence: Evidence) -> list[Finding]:
+def find_not_in_group_call(evidence: Evidence) -> Finding | None:
     """Find the one rank that is not in a call in which all others wait, such as `new_group`."""
     stands = evidence.standings
     there = {rank: at for rank, at in stands.items() if at is not None}
     away = [rank for rank in stands if rank not in there]
     if len(away) != 1 or len(there) < 2 or len(stands) < len(evidence.dumps.world):
-        return []
+        return None
     at = next(iter(there.values()))
     if at.op not in OF_WHOLE_GROUPS or len(_classes(there)) > 1:
-        return []
+        return None
     doing = _what_it_did(evidence, away[0])
-    return [
-        Finding(
-            Kind.FINISHED if evidence.ended(away[0]) else Kind.MISSING,
-            away,
-            f"rank {away[0]} {doing.words}, while {list_ranks(list(there))} waited {at.words}",
-            ("make this call on all ranks: look for a condition on the rank", *doing.remedies)[:3],
-            (evidence.last_call(away[0]), *doing.details),
-            (*doing.places, at.place),
-        )
-    ]
+    return Finding(
+        Kind.FINISHED if evidence.ended(away[0]) else Kind.MISSING,
+        away,
+        f"rank {away[0]} {doing.words}, while {list_ranks(list(there))} waited {at.words}",
+        ("make this call on all ranks: look for a condition on the rank", *doing.remedies)[:3],
+        (evidence.last_call(away[0]), *doing.details),
+        (*doing.places, at.place),
+    )
 
 
 def _classes(stands: Mapping[int, Standing]) -> dict[tuple[str, str], list[int]]:
@@ -221,7 +213,7 @@ def _classes(stands: Mapping[int, Standing]) -> dict[tuple[str, str], list[int]]
 # -- missing ranks -------------------------------------------------------------------------------
 
 
-def find_missing(evidence: Evidence) -> list[Finding]:
+def find_missing(evidence: Evidence) -> Finding | None:
     """Find ranks that have not called a collective in which others wait, and that do not wait."""
     for gap in evidence.gaps:
         away = [
@@ -231,13 +223,13 @@ def find_missing(evidence: Evidence) -> list[Finding]:
         ]
         ended = [rank for rank in away if evidence.ended(rank)]
         if ended and len(ended) == len(away):
-            return [_uneven(evidence, gap, ended) or _missing(evidence, gap, ended)]
+            return _uneven(evidence, gap, ended) or _missing(evidence, gap, ended)
         if away:
-            return [_missing(evidence, gap, [r for r in away if r not in ended])]
+            return _missing(evidence, gap, [r for r in away if r not in ended])
         silent = _silent_culprits(evidence, gap) if not gap.missing else []
         if silent:
-            return [_silent(evidence, gap, silent)]
-    return []
+            return _silent(evidence, gap, silent)
+    return None
 
 
 def _uneven(evidence: Evidence, gap: Gap, ended: list[int]) -> Finding | None:
@@ -265,7 +257,6 @@ def _uneven(evidence: Evidence, gap: Gap, ended: list[int]) -> Finding | None:
         _counts(evidence, gap),
         (call.place,),
         time=call.created,
-        confidence=UNCLEAR if tied else "",
     )
 
 
@@ -355,7 +346,7 @@ def _silent(evidence: Evidence, gap: Gap, ranks: list[int]) -> Finding:
 # -- late ranks ----------------------------------------------------------------------------------
 
 
-def find_late(evidence: Evidence) -> list[Finding]:
+def find_late(evidence: Evidence) -> Finding | None:
     """Find ranks that made a call only after others had given up waiting in it."""
     dumps = evidence.dumps
     for group, ranks in dumps.groups.items():
@@ -365,7 +356,7 @@ def find_late(evidence: Evidence) -> list[Finding]:
             if len(of) == len(ranks) > 1 and dumps.same_clock(of):
                 found = _late_in(evidence, of)
                 if found is not None:
-                    return [found]
+                    return found
     return _late_errors(evidence)
 
 
@@ -409,7 +400,7 @@ def _late_in(evidence: Evidence, calls: Mapping[int, Call]) -> Finding | None:
     )
 
 
-def _late_errors(evidence: Evidence) -> list[Finding]:
+def _late_errors(evidence: Evidence) -> Finding | None:
     """Find ranks whose error came long after all others had given up waiting and ended."""
     # They were not waiting when the others left, which would have ended their wait as well. This
     # also finds a missing rank if no rank lacks a collective, such as with messages.
@@ -418,30 +409,28 @@ def _late_errors(evidence: Evidence) -> list[Finding]:
     ranks = sorted(failed_at, key=failed_at.__getitem__)
     waited = all(dump.events and not evidence.primary[rank] for rank, dump in dumps.items())
     if not waited or len(ranks) < len(evidence.dumps.world) or not evidence.dumps.same_clock(ranks):
-        return []
+        return None
     for count in range(1, len(ranks)):
         ended = max(dumps[rank].taken_ns for rank in ranks[:count])
         if failed_at[ranks[count]] > ended + _STAYS_NS + LONG_NS:
             break
     else:
-        return []
+        return None
     first, late = sorted(ranks[:count]), sorted(ranks[count:])
     event = dumps[late[0]].events[-1]
     after = (event.time - max(failed_at[rank] for rank in first)) / 1e9
     call = f"called {event.call}" if event.call else "arrived"
     who = "it" if len(late) == 1 else f"rank {late[0]}"
     called = [evidence.last_call(rank) for rank in late[:2] if dumps[rank].calls]
-    return [
-        Finding(
-            Kind.MISSING,
-            late,
-            f"{list_ranks(late)} did not arrive while {list_ranks(first)} waited; {who} {call}"
-            f"{at_line(event.lines)} {after:.1f} s after they had failed",
-            _FOR_LATE,
-            [*_errors(evidence, first), *called],
-            place_of(event.lines),
-        )
-    ]
+    return Finding(
+        Kind.MISSING,
+        late,
+        f"{list_ranks(late)} did not arrive while {list_ranks(first)} waited; {who} {call}"
+        f"{at_line(event.lines)} {after:.1f} s after they had failed",
+        _FOR_LATE,
+        [*_errors(evidence, first), *called],
+        place_of(event.lines),
+    )
 
 
 def _errors(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
@@ -521,9 +510,7 @@ def _what_it_waited_for(dump: RankDump) -> _Doing:
         remedies = ("see what the child process does, and give the wait a timeout",)
         if blocked:
             words += ", which is blocked writing to a pipe that is full"
-            remedies = (
-                "read the child's output while it runs: use subprocess.run or communicate()",
-            )
+            remedies = ("read its output while it runs: use subprocess.run or communicate()",)
     return _Doing(words, remedies, places, details)
 
 
