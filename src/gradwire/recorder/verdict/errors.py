@@ -26,7 +26,7 @@ from gradwire.recorder.verdict.evidence import (
 )
 
 _CHANGES = {"size": "the last batch, padding", "dtype": "autocast, a checkpoint"}
-"""What changes a call's tensors on one rank."""
+"""Usual causes of other tensors on one rank."""
 _CONDITIONS = (
     "look for a condition on the rank or on its data before these lines",
     "look for iteration over a set, whose order differs between processes: sort it",
