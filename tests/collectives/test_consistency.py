@@ -174,7 +174,7 @@ def test_sizes_and_shapes_that_only_the_root_knows():
 
 def test_precedence_of_check_settings(monkeypatch):
     def on(check=None):
-        return consistency.enabled(check)
+        return bool(consistency.requested(check))
 
     assert [on(), on(True), on(False)] == [False, True, False]
     with C.checks():

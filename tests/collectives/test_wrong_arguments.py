@@ -141,6 +141,33 @@ def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
+        (lambda: C.all_gather("x"), ArgumentTypeError, "x is a str"),
+        (lambda: C.vary(3), ArgumentTypeError, "x is a int"),
+        (lambda: C.shift(None), ArgumentTypeError, "x is a NoneType"),
+        (lambda: C.all_reduce(EYE, "mean"), ArgumentError, "op is 'mean': give one of sum"),
+        (lambda: C.all_reduce(EYE, 7), ArgumentTypeError, "op is 7"),
+        (lambda: C.all_reduce(EYE, dist.ReduceOp.BXOR), ArgumentError, "give integers"),
+        (lambda: C.all_reduce(EYE.long(), "avg"), ArgumentError, "give floating-point"),
+        (lambda: C.all_reduce(EYE.bool()), ArgumentError, "give band, bor"),
+        (lambda: C.all_reduce(EYE, "max", invariant=True), ArgumentError, "with sum or avg"),
+        (lambda: C.all_reduce(EYE, group="world"), ArgumentTypeError, "group is 'world'"),
+        (lambda: C.reduce(EYE), ArgumentError, "give dst"),
+        (lambda: C.reduce(EYE, 0, group_dst=0), ArgumentError, "both given"),
+        (lambda: C.reduce(EYE, 5), ArgumentError, "dst is global rank 5"),
+        (lambda: C.broadcast(EYE, group_src=-1), ArgumentError, "group_src is -1"),
+        (lambda: C.broadcast(None, 0), ArgumentTypeError, "on the root: give the tensor"),
+        (lambda: C.all_gather(EYE, 2), ArgumentError, "dim is 2"),
+        (lambda: C.all_gather(EYE, 3, stack=True), ArgumentError, "dim is 3"),
+        (lambda: C.all_gather(EYE, sizes=[2]), ArgumentError, "has size 4"),
+        (lambda: C.all_gather(EYE, sizes=[4, 4]), ArgumentError, "each of 1 ranks"),
+        (lambda: C.all_gather(EYE, sizes="guess"), ArgumentError, "sizes is 'guess'"),
+        (lambda: C.gather(EYE, 0, sizes=[3]), ArgumentError, "has size 4"),
+        (lambda: C.scatter(EYE, 0, sizes=[3]), ArgumentError, "xs has 4 in dim 0"),
+        (lambda: C.reduce_scatter(EYE, sizes=[3]), ArgumentError, "x has 4"),
+        (lambda: C.all_to_all(EYE, input_splits=[3]), ArgumentError, "x has 4 in dim 0"),
+        (lambda: C.all_to_all(EYE, input_splits=[-4]), ArgumentError, "≥ 0"),
+        (lambda: C.ppermute(EYE, [(0, 0), (0, 0)]), ArgumentError, "a source occurs twice"),
+        (lambda: C.ppermute(EYE, [(0, 1)]), ArgumentError, "a destination is not in the group"),
         (lambda: C.all_gather(EYE, sizes=4), ArgumentTypeError, "sizes is 4: give a list with"),
         (lambda: C.gather(EYE, 0, sizes=4, check=True), ArgumentTypeError, "sizes is 4: give a"),
         (lambda: C.all_to_all(EYE, input_splits="a"), ArgumentTypeError, "input_splits is 'a'"),
@@ -166,7 +193,7 @@ def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
         (lambda: C.reduce_scatter_coalesced([EYE[0, 0]]), ArgumentError, "a leaf is 0-d"),
     ],
 )
-def test_arguments_that_would_fail_elsewhere(call, kind, message):
+def test_wrong_arguments(call, kind, message):
     def main():
         with pytest.raises(kind, match=message):
             call()
@@ -231,3 +258,20 @@ def test_what_a_broadcast_s_root_cannot_send_is_an_error_on_all(x, kind, message
         return C.broadcast(EYE if at_root else None, 1, check=True).shape  # still in step
 
     assert run_ranks(main, backend=backend, timeout=30) == [EYE.shape] * 2
+
+
+def test_sizes_that_do_not_divide():
+    def main():
+        for op in (C.reduce_scatter, C.all_to_all, lambda x: C.scatter(x, 0)):
+            with pytest.raises(ArgumentError, match="number of ranks, 2: give the sizes"):
+                op(torch.ones(3))
+        other = 1 - dist.get_rank()
+        with pytest.raises(ArgumentError, match="check=True on every rank"):
+            C.broadcast((3,), other, check=False)
+
+    run_ranks(main, 2)
+
+
+def test_without_a_default_group():
+    with pytest.raises(ArgumentError, match="init_process_group first"):
+        C.all_reduce(EYE)

@@ -175,40 +175,28 @@ def register_without_group(net, hook):
         net.register_comm_hook(None, hook)
 
 
-@pytest.mark.narrow({"hook": "int8"}, {"hook": "function"})
+@pytest.mark.narrow({"hook": "int8"}, {"hook": "function", "first": "half"})
+@pytest.mark.parametrize("first", ["half", "whole"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_without_a_group_runs_in_the_modules_group(hook):
+def test_a_hook_without_a_group_runs_in_the_modules_group(hook, first):
+    """In the first group, and in the one that replaces it."""
+
     def main():
-        rank = dist.get_rank()
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        net = DistributedDataParallel(
-            nn.Linear(2, 1, bias=False),
-            process_group=halves[rank // 2],
-        )
+        groups = [halves[dist.get_rank() // 2], dist.new_group([0, 1, 2, 3])]
+        if first == "whole":
+            groups = [None, groups[0]]
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=groups[0])
         register_without_group(net, hook)
         found = step(net)
-        net.process_group = dist.new_group([0, 1, 2, 3])
+        net.process_group = groups[1]
         return found, step(net)
 
     apart, together = [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2, [[[2.5, 2.5]]] * 4
-    for got, want in zip(run_ranks(main, 4), zip(apart, together, strict=True), strict=True):
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-2, atol=0)
-
-
-@pytest.mark.narrow({"hook": "bf16"}, {"hook": "int8"})
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_without_a_group_follows_the_module_to_another_group(hook):
-    def main():
-        rank = dist.get_rank()
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-        register_without_group(net, hook)
-        found = step(net)
-        net.process_group = halves[rank // 2]
-        return found, step(net)
-
-    together, apart = [[[2.5, 2.5]]] * 4, [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2
-    for got, want in zip(run_ranks(main, 4), zip(together, apart, strict=True), strict=True):
+    wanted = (
+        zip(apart, together, strict=True) if first == "half" else zip(together, apart, strict=True)
+    )
+    for got, want in zip(run_ranks(main, 4), wanted, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-2, atol=0)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["BucketPlan", "plan_buckets"]
-
 
 @dataclass(frozen=True)
 class BucketPlan:

@@ -1,11 +1,5 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
-from gradwire.collectives.all_gather_reduce_scatter import (
-    all_gather,
-    all_gather_list,
-    reduce_scatter,
-)
-from gradwire.collectives.all_reduce_vary import all_reduce, invariant, vary
 from gradwire.collectives.all_to_all_permute import all_to_all, halo_exchange, ppermute, shift
 from gradwire.collectives.coalesced import (
     all_gather_coalesced,
@@ -18,7 +12,16 @@ from gradwire.collectives.operation import Handle
 from gradwire.collectives.operation import unstack as unstack
 from gradwire.collectives.send_receive import barrier, recv, send, send_recv, tie
 from gradwire.collectives.validation import check_dense as check_dense
+from gradwire.collectives.wire import backend_of as backend_of
 from gradwire.collectives.with_root import broadcast, gather, reduce, scatter
+from gradwire.collectives.without_root import (
+    all_gather,
+    all_gather_list,
+    all_reduce,
+    invariant,
+    reduce_scatter,
+    vary,
+)
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = [

@@ -1,4 +1,4 @@
-"""all_to_all, whose adjoint is an all_to_all with splits and dims swapped."""
+"""all_to_all, ppermute, shift and halo_exchange, whose adjoints send in the opposite direction."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import consistency, wire
-from gradwire.collectives.backends import Pending, contiguous_copy, done, zeros_like
 from gradwire.collectives.consistency import CallSignature, tensor_fields
 from gradwire.collectives.operation import (
     Async,
     Handle,
-    LinearCollective,
     Operation,
     Peers,
+    Plan,
     Sync,
     concat,
     register_plan,
@@ -40,7 +39,7 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 @register_plan
 @dataclass(frozen=True)
-class AllToAll(LinearCollective):
+class AllToAll(Plan):
     """Exchange of rows between all ranks; equal numbers if the splits are None.
 
     Both splits are given, or neither. Without splits, the result has as many rows as the input.
@@ -50,7 +49,7 @@ class AllToAll(LinearCollective):
     output_splits: tuple[int, ...] | None = None
     name = "all_to_all"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         return wire.all_to_all(x, self.input_splits, self.output_splits, self.group, blocking)
 
     def adjoint(self) -> AllToAll:
@@ -127,52 +126,39 @@ def all_to_all(
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
     group = resolve_group(group)
-    if not isinstance(x, Tensor):
+    send: tuple[int, ...] | None
+    if isinstance(x, Tensor):
+        rows, dim = move_to_front(x, split_dim)
+        out_dim = valid_dim(split_dim if concat_dim is None else concat_dim, rows.dim(), x.shape)
+        split = sizes_of_split(input_splits, rows, dim, group, names=("input_splits", "x"))
+        send = None if input_splits is None and output_splits is None else split
+        if out_dim != dim and output_splits is not None:
+            raise ArgumentError("output_splits is given, and concat_dim is not split_dim: omit one")
+        detail = f"split_dim={dim}, concat_dim={out_dim}, splits given={send is not None}"
+
+        def finish(plan: AllToAll, y: Tensor) -> Any:
+            return move_back(y, dim) if out_dim == dim else _concatenated(plan, y, dim, out_dim)
+
+    else:
         if input_splits is not None or split_dim or concat_dim:
             raise ArgumentError(
                 f"input_splits is {input_splits}, split_dim {split_dim}, concat_dim {concat_dim}: "
                 "the tensors of a list are sent unchanged; omit these"
             )
-        return _exchange_list(x, output_splits, group, async_op, check)
-    out_dim = split_dim if concat_dim is None else concat_dim
-    front, split_dim = move_to_front(x, split_dim)
-    out_dim = valid_dim(out_dim, front.dim(), x.shape)
-    names = ("input_splits", "x")
-    split = sizes_of_split(input_splits, front, split_dim, group, names=names)
-    send = None if input_splits is None and output_splits is None else split
-    if out_dim != split_dim and output_splits is not None:
-        raise ArgumentError("output_splits is given, and concat_dim is not split_dim: omit one")
-    detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"
-    operation = _exchange(front, group, send, output_splits, detail)
-    if out_dim == split_dim:
-        operation.finish = lambda _, y: move_back(y, split_dim)
-    else:
-        operation.finish = lambda plan, y: _concatenated(plan, y, split_dim, out_dim)
-    return operation.run(check, async_op)
+        pieces, _, scalars = pieces_of(x, 0, group, "x")
+        rows, detail = concat(pieces), "list"
+        send = tuple(len(piece) for piece in pieces)
 
+        def finish(plan: AllToAll, y: Tensor) -> Any:
+            assert plan.output_splits is not None
+            return unstack(y, plan.output_splits, scalars)
 
-def _concatenated(plan: AllToAll, y: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-    """Concatenate the received pieces along another dim than the one that was split."""
-    world = plan.group.size()
-    # A list of sizes, because split(0) returns a single piece.
-    pieces = y.split(list(plan.output_splits or [y.shape[0] // world] * world))
-    return torch.cat([piece.movedim(0, split_dim) for piece in pieces], concat_dim)
-
-
-def _exchange(
-    rows: Tensor,
-    group: ProcessGroup,
-    send: tuple[int, ...] | None,
-    output_splits: Sequence[int] | None,
-    detail: str,
-) -> Operation:
-    """Return the operation that exchanges rows; `send` is None if the caller gave no splits."""
     sends = send or equal_sizes(rows.shape[0], group, "x")
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
 
-    def plan(rows: Tensor, peers: Peers) -> AllToAll:
+    def plan_of(rows: Tensor, peers: Peers) -> AllToAll:
         if peers is None:
             known = receive
             if send is not None and receive is None:
@@ -183,46 +169,34 @@ def _exchange(
             return AllToAll(group)
         return AllToAll(group, sends, tuple(peer.send[group.rank()] for peer in peers))
 
-    return Operation(
-        rows,
-        group,
-        lambda: CallSignature(
-            "all_to_all",
-            *tensor_fields(rows),
-            detail=detail,
-            ragged=True,
-            send=sends,
-            receive=receive or (),
-        ),
-        plan,
-    )
+    def signature() -> CallSignature:
+        fields, came = tensor_fields(rows), receive or ()
+        return CallSignature(
+            "all_to_all", *fields, detail=detail, ragged=True, send=sends, receive=came
+        )
+
+    return Operation(rows, group, signature, plan_of, finish).run(check, async_op)
 
 
-def _exchange_list(
-    xs: Sequence[Tensor],
-    output_splits: Sequence[int] | None,
-    group: ProcessGroup,
-    async_op: bool,
-    check: bool | None,
-) -> Any:
-    pieces, _, scalars = pieces_of(xs, 0, group, "x")
-    send = tuple(len(piece) for piece in pieces)
-    operation = _exchange(concat(pieces), group, send, output_splits, "list")
-    operation.finish = lambda plan, y: unstack(y, plan.output_splits, scalars)
-    return operation.run(check, async_op)
+def _concatenated(plan: AllToAll, y: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    """Concatenate the received pieces along another dim than the one that was split."""
+    world = plan.group.size()
+    # A list of sizes, because split(0) returns a single piece.
+    pieces = y.split(list(plan.output_splits or [y.shape[0] // world] * world))
+    return torch.cat([piece.movedim(0, split_dim) for piece in pieces], concat_dim)
 
 
 @register_plan
 @dataclass(frozen=True)
-class Permute(LinearCollective):
+class Permute(Plan):
     """Tensors sent along (source, destination) pairs; zeros on ranks that receive nothing."""
 
     pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         if x.numel() == 0:
-            return done(contiguous_copy(x))
+            return wire.done(wire.contiguous_copy(x))
         rank, world = self.group.rank(), self.group.size()
         send, receive = [0] * world, [0] * world
         for source, destination in self.pairs:
@@ -239,9 +213,9 @@ class Permute(LinearCollective):
                 # `.data`, because a view could not be modified in place: autograd does not know its
                 # base.
                 return rows[0].data
-            return zeros_like(x)
+            return wire.zeros_like(x)
 
-        return Pending((), finish)
+        return wire.Pending((), finish)
 
     def adjoint(self) -> Permute:
         pairs = tuple((destination, source) for source, destination in self.pairs)
@@ -296,7 +270,14 @@ def ppermute(
         raise ArgumentTypeError(
             f"pairs is {pairs!r}: give a list of (source, destination), ranks in the group"
         ) from error
-    _check_pairs(moves, group.size())
+    world = group.size()
+    for name, ranks in (("source", [s for s, _ in moves]), ("destination", [t for _, t in moves])):
+        if len(set(ranks)) < len(ranks):
+            raise ArgumentError(f"pairs is {list(moves)}: a {name} occurs twice")
+        if any(not 0 <= rank < world for rank in ranks):
+            raise ArgumentError(
+                f"pairs is {list(moves)}: a {name} is not in the group; give ranks 0 to {world - 1}"
+            )
     return _permuted(x, moves, "ppermute", group, async_op, check)
 
 
@@ -360,23 +341,11 @@ def _permuted(
 ) -> Any:
     check_dense(x)
     plan = Permute(group, moves)
-    operation = Operation(
-        x,
-        group,
-        lambda: CallSignature(name, *tensor_fields(x), detail=f"pairs={moves}"),
-        lambda x, peers: plan,
-    )
-    return operation.run(check, async_op)
 
+    def signature() -> CallSignature:
+        return CallSignature(name, *tensor_fields(x), detail=f"pairs={moves}")
 
-def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:
-    for name, ranks in (("source", [s for s, _ in pairs]), ("destination", [t for _, t in pairs])):
-        if len(set(ranks)) < len(ranks):
-            raise ArgumentError(f"pairs is {list(pairs)}: a {name} occurs twice")
-        if any(not 0 <= rank < world for rank in ranks):
-            raise ArgumentError(
-                f"pairs is {list(pairs)}: a {name} is not in the group; give ranks 0 to {world - 1}"
-            )
+    return Operation(x, group, signature, lambda x, peers: plan).run(check, async_op)
 
 
 def halo_exchange(
@@ -422,10 +391,16 @@ def halo_exchange(
     group = resolve_group(group)
     check_dense(x)
     dim = valid_dim(dim, x.dim(), x.shape)
-    before, after = _width_pair(widths)
+    pair = (widths, widths) if isinstance(widths, int) else widths
+    match pair:
+        case (int(before), int(after)):
+            if min(before, after) < 0:
+                raise ArgumentError(f"widths is {widths}: give numbers ≥ 0")
+        case _:
+            raise ArgumentTypeError(f"widths is {widths!r}: give one int, or a tuple of two")
     size = x.shape[dim]
     sizes = {group.rank(): size}
-    if consistency.enabled(check):
+    if consistency.requested(check):
         call = CallSignature(
             "halo_exchange",
             *tensor_fields(x.movedim(dim, 0)),
@@ -447,19 +422,3 @@ def halo_exchange(
     if after:
         parts.append(shift(x.narrow(dim, 0, after), -1, **options))
     return concat(parts, dim)
-
-
-def _width_pair(widths: object) -> tuple[int, int]:
-    """Return the widths before and after the slab.
-
-    Raises:
-        ArgumentTypeError: `widths` is not one number or two.
-        ArgumentError: A width is negative.
-    """
-    pair = (widths, widths) if isinstance(widths, int) else widths
-    match pair:
-        case (int(before), int(after)):
-            if min(before, after) < 0:
-                raise ArgumentError(f"widths is {widths}: give numbers ≥ 0")
-            return before, after
-    raise ArgumentTypeError(f"widths is {widths!r}: give one int, or a tuple of two")

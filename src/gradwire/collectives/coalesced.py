@@ -11,9 +11,8 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,16 @@ from torch.nn import Parameter
 
 from gradwire._containers import flatten_one_level
 from gradwire.collectives import wire
-from gradwire.collectives.all_gather_reduce_scatter import all_gather, reduce_scatter
-from gradwire.collectives.all_reduce_vary import all_reduce
-from gradwire.collectives.backends import device_of
-from gradwire.collectives.consistency import detailed
-from gradwire.collectives.operation import concat
-from gradwire.collectives.validation import Op, check_dense, equal_sizes, resolve_group
+from gradwire.collectives.consistency import CallSignature, tensor_fields
+from gradwire.collectives.operation import Operation, Plan, concat
+from gradwire.collectives.validation import (
+    Op,
+    check_dense,
+    equal_sizes,
+    reduction_of,
+    resolve_group,
+)
+from gradwire.collectives.without_root import AllGather, AllReduce, ReduceScatter, ReductionPlan
 from gradwire.errors import ArgumentError
 
 
@@ -63,9 +66,8 @@ def all_reduce_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         {'a': tensor([2., 2.]), 'b': tensor(6)}
     """
-    return _coalesced(
-        tree, check, lambda flat, check: all_reduce(flat, op, group=group, check=check)
-    )
+    members = resolve_group(group)
+    return _coalesced(tree, members, check, lambda flat: AllReduce(members, reduction_of(flat, op)))
 
 
 def all_gather_coalesced(
@@ -91,12 +93,15 @@ def all_gather_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         [tensor([0., 0., 1., 1.]), tensor([1., 1.])]
     """
-    world = resolve_group(group).size()
+    members = resolve_group(group)
+    world = members.size()
     return _coalesced(
         tree,
+        members,
         check,
-        lambda flat, check: all_gather(flat, stack=True, group=group, check=check),
+        lambda flat: AllGather(members),
         shape=lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
+        copies=world,
     )
 
 
@@ -130,8 +135,9 @@ def reduce_scatter_coalesced(
 
     return _coalesced(
         tree,
+        members,
         check,
-        lambda flat, check: reduce_scatter(flat, op, group=group, check=check)[0],
+        lambda flat: ReduceScatter(members, None, reduction_of(flat, op)),
         by_rank,
         lambda leaf: (leaf.shape[0] // world, *leaf.shape[1:]),
     )
@@ -153,7 +159,7 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     """
     group = resolve_group(group)
     data = bytearray(pickle.dumps(obj))
-    own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(wire.device_of(group))
     sizes = [count for (count,) in wire.gather_ints([len(own)], group)]
     pieces = wire.all_gather(own, sizes, group, blocking=True).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
@@ -161,75 +167,86 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
 
 def _coalesced(
     tree: Any,
+    group: ProcessGroup,
     check: bool | None,
-    move: Callable[[Tensor, bool | None], Tensor],
+    plan_of: Callable[[Tensor], Plan],
     flatten: Callable[[Tensor], Tensor] = lambda leaf: leaf.reshape(-1),
     shape: Callable[[Tensor], Sequence[int]] = lambda leaf: leaf.shape,
+    copies: int = 1,
 ) -> Any:
     """Run a collective on a tree's tensors, once for each dtype and device, in order of occurrence.
 
-    Equal trees have the same order of leaves, and thus of collectives: see `flatten_tree`.
+    Equal trees have the same order of leaves, and thus of collectives: see `_collect`.
 
     Args:
         tree: Nested containers of tensors.
+        group: Process group.
         check: True to compare the call with the other ranks first.
-        move: Function that runs the collective on the leaves, concatenated along the last dim.
+        plan_of: Function that returns the plan for the leaves, concatenated along the last dim.
         flatten: Function that returns a leaf's elements in one row, or in one row per rank.
         shape: Function that returns the shape of a leaf's result.
+        copies: Number of copies of a row in the result.
     """
-    names, leaves, unflatten, has_context = flatten_tree(tree)
+    names: list[str] = []
+    leaves: list[Any] = []
+    contexts: list[str] = []
+    unflatten = _collect(tree, "", names, leaves, contexts)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         check_dense(leaf, f"leaf {i} of the tree")
         kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():
-        own = [leaves[i] for i in indices]
-        rows = [flatten(leaf) for leaf in own]
-        pairs = [(names[i], leaves[i]) for i in indices]
-        with detailed(partial(_described, pairs)):
-            # A node's context may determine the order of the leaves; only a check compares it.
-            moved = move(concat(rows, rows[0].dim() - 1), has_context or check)
-        pieces = moved.split([row.shape[-1] for row in rows], -1)
+        rows = [flatten(leaves[i]) for i in indices]
+        # A node's context may determine the order of the leaves; only a check compares it.
+        moved = _moved(
+            concat(rows, rows[0].dim() - 1),
+            group,
+            bool(contexts) or check,
+            plan_of,
+            [(names[i], leaves[i].shape) for i in indices],
+        )
+        widths = [row.shape[-1] for row in rows]
+        pieces = moved.reshape(copies, sum(widths)).split(widths, -1)
         for i, piece in zip(indices, pieces, strict=True):
             # A clone, because views of one buffer would share memory and a version counter.
             results[i] = piece.reshape(tuple(shape(leaves[i]))).clone()
     return unflatten(results)
 
 
-class Tree(NamedTuple):
-    """Flattened tree, whose leaves are in the same order for equal trees.
+def _moved(
+    flat: Tensor,
+    group: ProcessGroup,
+    check: bool | None,
+    plan_of: Callable[[Tensor], Plan],
+    named: Sequence[tuple[str, Sequence[int]]],
+) -> Tensor:
+    plan = plan_of(flat)
 
-    Attributes:
-        names: Path of each leaf, the same on all ranks.
-        leaves: Leaves in this order.
-        unflatten: Function that builds a tree of the same structure from other leaves.
-        has_context: True if a node's context, and not only names, identifies its leaves.
-    """
+    def signature() -> CallSignature:
+        text = ", ".join(f"{name} {tuple(shape)}" for name, shape in named)
+        reduce = plan.op if isinstance(plan, ReductionPlan) else ""
+        return CallSignature(plan.name, *tensor_fields(flat), reduce, detail=f"leaves {text}")
 
-    names: Sequence[str]
-    leaves: Sequence[Any]
-    unflatten: Callable[[Sequence[Any]], Any]
-    has_context: bool
-
-
-def flatten_tree(tree: Any) -> Tree:
-    """Flatten a tree, with the children of mappings sorted by key.
-
-    Mappings with the same keys are equal, although the order of their items may differ between
-    ranks. They are sorted by a text of the key that is the same on all ranks.
-    """
-    names: list[str] = []
-    leaves: list[Any] = []
-    contexts: list[str] = []
-    build = _collect(tree, "", names, leaves, contexts)
-    return Tree(names, leaves, build, bool(contexts))
+    moved: Tensor = Operation(flat, group, signature, lambda flat, peers: plan).run(check)
+    return moved
 
 
 def _collect(
     node: Any, name: str, names: list[str], leaves: list[Any], contexts: list[str]
 ) -> Callable[[Sequence[Any]], Any]:
-    """Append a node's leaves; return the function that rebuilds the node from all leaves."""
+    """Append a node's leaves; return the function that rebuilds the node from all leaves.
+
+    Mappings with the same keys are equal, although the order of their items may differ between
+    ranks. They are sorted by a text of the key that is the same on all ranks.
+
+    Args:
+        node: Container or leaf.
+        name: Path of the node, the same on all ranks.
+        names: Paths of the leaves so far.
+        leaves: Leaves so far.
+        contexts: Texts of contexts that, and not only names, identify a node's leaves.
+    """
     # Tensors first: most leaves are tensors, and need no test for other types.
     flattened = None if type(node) in (Tensor, Parameter) else flatten_one_level(node)
     if flattened is None:
@@ -273,7 +290,3 @@ def _text(key: Any) -> str:
         parts = [f"{f.name}={_text(getattr(key, f.name, None))}" for f in fields]
         return f"{type(key).__name__}({', '.join(parts)})"
     return f"<{type(key).__name__}>"
-
-
-def _described(leaves: Sequence[tuple[str, Tensor]]) -> str:
-    return "leaves " + ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves)

@@ -1,10 +1,16 @@
-"""Signatures of calls, encoded as rows of integers for ranks to exchange and compare."""
+"""Consistency checks: before any data is sent, ranks all_gather the signatures of their calls.
+
+With different sizes, Gloo terminates the process, and other backends hang or mix data. With checks
+on, each rank first sends a signature, a row of integers of fixed length: the arguments that must be
+equal, whether a gradient is required, and how many rows it sends to each rank. All ranks compare
+the same rows, so that either all raise or none does.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.backends import placeholder
 from gradwire.collectives.validation import Sizes, refuse_in_transforms
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import record_error
@@ -66,28 +71,6 @@ class PeerSignature:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     send: list[int]
-
-
-_details: ContextVar[Callable[[], str] | None] = ContextVar("gradwire_details", default=None)
-
-
-@contextmanager
-def detailed(text: Callable[[], str]) -> Iterator[None]:
-    """Add text to the signatures of calls in the block; `text` is called only if ranks compare."""
-    if torch.compiler.is_compiling():  # checks are off: all ranks run the same graph
-        yield
-        return
-    token = _details.set(text)
-    try:
-        yield
-    finally:
-        _details.reset(token)
-
-
-def in_full(call: CallSignature) -> CallSignature:
-    """Return the signature with the text of `detailed`."""
-    text = _details.get()
-    return call if text is None else call._replace(detail=f"{call.detail} {text()}".strip())
 
 
 # A row: _HEAD single numbers, MAX_DIMS sizes, then rows to and from each rank.
@@ -152,31 +135,20 @@ def _hash(value: object) -> int:
 
 def first_difference(rows: list[list[int]], ragged: bool) -> str | None:
     """Return the name of the first field that must be equal and is not, or None."""
-    for name, values in _must_agree(rows, ragged):
-        if len(set(values)) > 1:
+    dims, grad, world = _FIELDS.index("dims"), _FIELDS.index("grad"), len(rows)
+    for i, name in enumerate(_FIELDS[:dims]):
+        if len({row[i] for row in rows if name != "dtype" or row[i] != ABSENT}) > 1:
             return name
-    return None if _splits_agree(rows) else "splits"
-
-
-def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list[object]]]:
-    """Yield each field that must be equal, with the ranks' values."""
-    for i, name in enumerate(_FIELDS[:-2]):
-        yield name, [row[i] for row in rows if name != "dtype" or row[i] != ABSENT]
-    dims = _FIELDS.index("dims")
     present = [row for row in rows if row[dims] != ABSENT]
-    yield "shape", [(row[dims], *row[_HEAD + ragged : _HEAD + MAX_DIMS]) for row in present]
-    gradients: list[object] = [row[_FIELDS.index("grad")] for row in rows]
-    if {1, -1} <= set(gradients):
-        yield "requires-grad", gradients
-
-
-def _splits_agree(rows: list[list[int]]) -> bool:
-    """Return True if each rank sends as many rows as the receiver expects."""
-    world = len(rows)
+    if len({(row[dims], *row[_HEAD + ragged : _HEAD + MAX_DIMS]) for row in present}) > 1:
+        return "shape"
+    if {1, -1} <= {row[grad] for row in rows}:
+        return "requires-grad"
+    # Each rank must send as many rows as the receiver expects.
     sends = [row[_HEAD + MAX_DIMS : _HEAD + MAX_DIMS + world] for row in rows]
     receives = [row[_HEAD + MAX_DIMS + world :] for row in rows]
     pairs = [(sends[s][r], receives[r][s]) for s in range(world) for r in range(world)]
-    return all(-1 in pair or pair[0] == pair[1] for pair in pairs)
+    return None if all(-1 in pair or pair[0] == pair[1] for pair in pairs) else "splits"
 
 
 def description(field: str, call: CallSignature, number: int) -> str:
@@ -194,9 +166,6 @@ def description(field: str, call: CallSignature, number: int) -> str:
     }
     own = call.op if call.origin < 0 else f"{call.op}, the group's call {call.origin}"
     return texts.get(field, own)
-
-
-ENVIRONMENT = "GRADWIRE_CHECKS"
 
 
 class Refusal(NamedTuple):
@@ -249,11 +218,6 @@ def checks(on: bool = True) -> Iterator[None]:
         _setting.reset(token)
 
 
-def enabled(check: bool | None) -> bool:
-    """Return True if checks are on for this call."""
-    return requested(check) is True
-
-
 def requested(check: bool | None) -> bool | None:
     """Return True or False if checks were switched on or off for this call, None if neither."""
     if torch.compiler.is_compiling():
@@ -262,9 +226,9 @@ def requested(check: bool | None) -> bool | None:
         check = _setting.get()
     if check is not None:
         return check
-    value = os.environ.get(ENVIRONMENT)
+    value = os.environ.get("GRADWIRE_CHECKS")
     if value and value not in ("0", "1"):
-        raise ArgumentError(f"the environment variable {ENVIRONMENT} is {value!r}: give 0 or 1")
+        raise ArgumentError(f"the environment variable GRADWIRE_CHECKS is {value!r}: give 0 or 1")
     return value == "1" if value else None
 
 
@@ -296,16 +260,9 @@ class Checked(CheckContext):
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
         """Exchange the backward's signature, which has the number of the forward call."""
-        exchange(
-            self.group,
-            CallSignature(
-                f"backward of {self.call}",
-                tuple(cotangent.shape),
-                cotangent.dtype,
-                ragged=True,
-                origin=self.number,
-            ),
-        )
+        op, shape = f"backward of {self.call}", tuple(cotangent.shape)
+        call = CallSignature(op, shape, cotangent.dtype, ragged=True, origin=self.number)
+        exchange(self.group, call)
         return nullcontext()
 
 
@@ -367,7 +324,7 @@ def agree_with_root(
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         if x is None:
             # Requires a gradient if any rank does, so that all ranks run the same backward.
-            own = placeholder(shape, dtype, own.requires_grad, group)
+            own = wire.placeholder(shape, dtype, own.requires_grad, group)
     return own, context, peers
 
 
@@ -385,18 +342,15 @@ def gather_signature(
     return CallSignature(op, *tensor_fields(front), root=root, detail=detail, ragged=ragged)
 
 
-def wants_grad(x: Tensor) -> int:
+def wants_grad(x: Tensor | None) -> int:
     """Return 1 if a graph node will be recorded for the tensor, -1 if it cannot be, else 0."""
+    if x is None:
+        return 0 if torch.is_grad_enabled() else -1
     if not (x.is_floating_point() or x.is_complex()):
         return 0
     # A tensor created in inference mode cannot require a gradient.
     possible = torch.is_grad_enabled() and not x.is_inference()
     return int(x.requires_grad) if possible else -1
-
-
-def grad_mode() -> int:
-    """Return `wants_grad` for a rank that has no tensor."""
-    return 0 if torch.is_grad_enabled() else -1
 
 
 def next_number(group: ProcessGroup) -> int:
@@ -410,7 +364,7 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
     Raises:
         MismatchError: On every rank, if the ranks disagree.
     """
-    call, number, world = in_full(call), next_number(group), group.size()
+    number, world = next_number(group), group.size()
     rows = wire.gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:

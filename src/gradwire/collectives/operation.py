@@ -1,8 +1,19 @@
-"""Modes of autograd, and the pair unstack and concat, each the other's backward.
+"""A call of a collective: its plan in every mode of autograd, and the comparison between ranks.
 
-unstack does not copy. Autograd forbids in-place modification of views if a function returns several
-of them. The results of `unstack` share memory, but are not views for autograd. No element belongs
-to two of them, so that modifying one in place does not affect the others.
+A plan says how a collective starts, its adjoint, and the shape of its result. From these follow the
+autograd function, the batching rule and the custom op of compiled graphs. The autograd function's
+backward calls `apply` again, so that derivatives of every order exist.
+
+An asynchronous collective is two autograd nodes: the start returns a token, from which the wait
+makes the result. In backward, the wait runs first and starts the adjoint collective, for which the
+start then waits. Computation between the two overlaps with communication in both passes.
+
+With checks on, ranks exchange their call signatures first. On shm, unless checks are switched off,
+a 64-bit hash of the signature, its *mark*, is sent in the header of the collective itself. If marks
+differ, the collective raises on all ranks before any data is sent, and the ranks exchange
+signatures. If the signatures differ only in which ranks require a gradient, the call is repeated
+with a gradient on all ranks; otherwise an error names the difference. A call without a mark, such
+as PyTorch's own on another rank, is compared by op, dtype and size only.
 """
 
 from __future__ import annotations
@@ -12,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,118 +34,21 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import consistency
-from gradwire.collectives.backends import Pending, backend_of, empty_rows
+from gradwire.collectives import consistency, wire
 from gradwire.collectives.consistency import (
     UNCHECKED,
     CallSignature,
     CheckContext,
     Checked,
     PeerSignature,
-    in_full,
     signature_hash,
 )
 from gradwire.collectives.validation import refuse_split
 from gradwire.errors import CheckedMismatchError
 
-
-def graph_is_needed(x: Tensor) -> bool:
-    """Return True if derivatives may be taken with respect to the tensor."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
-
-
-def is_transformed() -> bool:
-    """Return True if a torch.func transform or forward mode is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def compiling(x: Tensor) -> bool:
-    """Return True if the call is being traced, by Dynamo or below it with fake tensors."""
-    return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
-
-
-def eager_apply(function: type[Function]) -> Callable[..., Any]:
-    """Return a faster `apply` of a function, for use outside torch.func and compilers.
-
-    If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
-    for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
-    versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is not
-    inspected.
-    """
-    forward, setup_context = function.forward, function.setup_context
-
-    def forward_with_context(ctx: Any, *inputs: Any) -> Any:
-        output = forward(*inputs)
-        setup_context(ctx, inputs, output)
-        return output
-
-    members = {
-        "forward": staticmethod(forward_with_context),
-        "setup_context": staticmethod(Function.setup_context),
-    }
-    eager = type(function.__name__, (function,), members)
-    apply: Callable[..., Any] = super(Function, eager).apply  # type: ignore[misc]
-    return apply
-
-
-class _Unstack(Function):
-    @staticmethod
-    def forward(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
-        return _pieces(x, sizes, scalars)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, _, ctx.scalars = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return torch.stack(cotangents) if ctx.scalars else concat(cotangents), None, None
-
-
-_apply_unstack = eager_apply(_Unstack)
-
-
-def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
-    """Split the rows of a tensor into one tensor for each size, in the memory of `x`.
-
-    Args:
-        x: Contiguous tensor, not used elsewhere: it shares its memory with the results.
-        sizes: Number of rows of each result; they sum to the rows of `x`.
-        scalars: True to return 0-d tensors; all sizes must be 1, and `x` must have one dim.
-    """
-    if compiling(x) or is_transformed():
-        pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
-        return tuple(piece.clone() for piece in pieces)
-    if x.requires_grad:
-        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return]
-    return _pieces(x, sizes, scalars)
-
-
-def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate as torch.cat, with a graph for pieces of shape (0,), and huge pages."""
-    if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
-        rows = sum(piece.shape[0] for piece in pieces)
-        return torch.cat([*pieces], out=empty_rows(pieces[0], rows))
-    joined = torch.cat([*pieces], dim)
-    # torch.cat's backward skips pieces of shape (0,). If a second derivative continued from there
-    # to a collective, other ranks, whose pieces have elements, would wait in it.
-    empties = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
-    # Subtraction keeps the sign of -0.0.
-    return joined - torch.stack(empties).sum() if empties else joined
-
-
-def _is_traced(xs: Sequence[Tensor]) -> bool:
-    """Return True if a tracer or transform follows the computation, which rules out `out=`."""
-    return compiling(xs[0]) or is_transformed() or any(is_legacy_batchedtensor(x) for x in xs)
-
-
-def _pieces(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
-    pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
-    return tuple(piece.data for piece in pieces)
-
-
 T = TypeVar("T")
 S = TypeVar("S")
+P = TypeVar("P", bound="Plan")
 
 
 class Handle(Generic[T]):
@@ -223,20 +137,55 @@ class Async(_Options):
     async_op: Literal[True]
 
 
-P = TypeVar("P", bound="LinearCollective")
+def graph_is_needed(x: Tensor) -> bool:
+    """Return True if derivatives may be taken with respect to the tensor."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
-_NONE, _INT, _TUPLE = range(3)
+
+def is_transformed() -> bool:
+    """Return True if a torch.func transform or forward mode is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def compiling(x: Tensor) -> bool:
+    """Return True if the call is being traced, by Dynamo or below it with fake tensors."""
+    return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def eager_apply(function: type[Function]) -> Callable[..., Any]:
+    """Return a faster `apply` of a function, for use outside torch.func and compilers.
+
+    If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
+    for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
+    versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is not
+    inspected.
+    """
+    forward, setup_context = function.forward, function.setup_context
+
+    def forward_with_context(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {
+        "forward": staticmethod(forward_with_context),
+        "setup_context": staticmethod(Function.setup_context),
+    }
+    eager = type(function.__name__, (function,), members)
+    apply: Callable[..., Any] = super(Function, eager).apply  # type: ignore[misc]
+    return apply
 
 
 @dataclass(frozen=True)
-class LinearCollective(ABC):
-    """Plan of a collective that is linear in its tensor, made before anything is sent.
+class Plan(ABC):
+    """Plan of a collective, made before anything is sent.
 
-    Only the first dim is split or concatenated. One rule for `vmap` therefore suffices: the batch
-    dim is moved to the end, and one collective handles the whole batch.
+    A collective is linear in its tensor, except for some reductions (`nonlinear`), whose adjoint is
+    that of the sum. Only the first dim is split or concatenated. One rule for `vmap` therefore
+    suffices: the batch dim is moved to the end, and one collective handles the whole batch.
 
-    A subclass is a frozen dataclass, whose fields are ints, bools, None, or (nested) tuples of
-    these.
+    A subclass is a frozen dataclass, whose fields are ints, bools, None, names of reductions, or
+    (nested) tuples of these.
     """
 
     name: ClassVar[str]
@@ -244,16 +193,29 @@ class LinearCollective(ABC):
     group: ProcessGroup
 
     @abstractmethod
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         """Start, without gradients; `blocking` hints that the caller waits immediately."""
 
     @abstractmethod
-    def adjoint(self) -> LinearCollective:
+    def adjoint(self) -> Plan:
         """Return the transpose, under the inner product that sums over the ranks."""
 
     def rows(self, rows: int) -> int:
         """Return the result's size in the first dim, given the input's."""
         return rows
+
+    @property
+    def nonlinear(self) -> bool:
+        """Return True if the gradient is the adjoint's result times `derivative`."""
+        return False
+
+    def derivative(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the derivative of a nonlinear plan's result with respect to this rank's tensor."""
+        raise NotImplementedError
+
+    def kept(self, y: Tensor) -> Tensor | None:
+        """Return what `derivative` needs of a result, in its own memory."""
+        return None
 
     def as_ints(self) -> list[int]:
         """Encode all fields but the group as integers, which are arguments of the custom op."""
@@ -262,54 +224,36 @@ class LinearCollective(ABC):
     def apply(self, x: Tensor, context: CheckContext) -> Tensor:
         """Run the collective, differentiably in every mode."""
         if compiling(x):
-            return _apply_compiled(self, x)
+            return self.apply_compiled(x)
         if is_legacy_batchedtensor(x):
-            return _batched_cotangent(self, x, context)
+            # cotangents of `is_grads_batched`, whose vmap has no batching rules
+            level = torch._C._vmapmode_increment_nesting() - 1
+            torch._C._vmapmode_decrement_nesting()
+            y = self.apply(torch._remove_batch_dim(x, level, 1, x.dim()), context)
+            return torch._add_batch_dim(y, y.dim() - 1, level)
         if torch._C._are_functorch_transforms_active():
-            return _LinearFunction.apply(x, self, context)  # type: ignore[no-any-return, no-untyped-call]
+            return _Apply.apply(x, self, context)  # type: ignore[no-any-return, no-untyped-call]
         if not graph_is_needed(x):
             return self.start(x, blocking=True).wait()
         return _apply_eagerly(x, self, context)  # type: ignore[no-any-return]
+
+    def apply_compiled(self, x: Tensor) -> Tensor:
+        """Add the custom op to a compiled graph."""
+        return _custom_ops[self.name](x, self.as_ints(), self.group.group_name)
 
     def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
         """Start the collective; return a handle of its result, differentiable if `x` is."""
         refuse_split(x)
         if not graph_is_needed(x):
             return Handle(self.start(x).wait, self.name)
-        state = AsyncState()
+        state = _AsyncState()
         token = _Start.apply(x, self, state, context)  # type: ignore[no-untyped-call]
-        return handle_of_token(token, self, state, context)
+        return Handle(lambda: _Wait.apply(token, self, state, context), self.name)  # type: ignore[no-untyped-call]
 
 
-def divided(plan: Any, moved: Pending) -> Pending:
-    """Divide the result of a plan that only moves values, if the plan is an average."""
-    return Pending((), lambda: moved.wait().div_(plan.group.size())) if plan.average else moved
-
-
-def _as_ints(value: Any) -> list[int]:
-    """Encode an int, None or nested tuple of these as self-describing integers."""
-    if value is None:
-        return [_NONE]
-    if isinstance(value, tuple):
-        return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
-    if not isinstance(value, int):
-        raise TypeError(f"a plan has {value!r}: its fields are ints, None and tuples of these")
-    return [_INT, int(value)]
-
-
-def _from_ints(ints: Iterator[int]) -> Any:
-    """Decode one value that `_as_ints` encoded."""
-    kind = next(ints)
-    if kind == _NONE:
-        return None
-    if kind == _INT:
-        return next(ints)
-    return tuple(_from_ints(ints) for _ in range(next(ints)))
-
-
-class _LinearFunction(Function):
+class _Apply(Function):
     @staticmethod
-    def forward(x: Tensor, plan: LinearCollective, context: CheckContext) -> Tensor:
+    def forward(x: Tensor, plan: Plan, context: CheckContext) -> Tensor:
         return plan.start(x, blocking=True).wait()
 
     @staticmethod
@@ -322,91 +266,77 @@ class _LinearFunction(Function):
             return ctx.plan.adjoint().apply(cotangent, ctx.check), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _op: None, _context: None) -> Any:
+    def jvp(ctx: Any, tangent: Tensor, _plan: None, _context: None) -> Any:
         return ctx.plan.apply(tangent, ctx.check)
 
     @staticmethod
-    def vmap(
-        _info: Any, in_dims: Any, x: Tensor, plan: LinearCollective, context: CheckContext
-    ) -> Any:
+    def vmap(_info: Any, in_dims: Any, x: Tensor, plan: Plan, context: CheckContext) -> Any:
         return plan.apply(x.movedim(in_dims[0], -1), context), -1
 
 
-_apply_eagerly = eager_apply(_LinearFunction)
+_apply_eagerly = eager_apply(_Apply)
 
 
-def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext) -> Tensor:
-    """Apply a collective to cotangents of `is_grads_batched`, whose vmap has no batching rules."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    y = plan.apply(torch._remove_batch_dim(x, level, 1, x.dim()), context)
-    return torch._add_batch_dim(y, y.dim() - 1, level)
+def divided(plan: Any, moved: wire.Pending) -> wire.Pending:
+    """Divide the result of a plan that only moves values, if the plan is an average."""
+    return wire.Pending((), lambda: moved.wait().div_(plan.group.size())) if plan.average else moved
 
 
 # --- asynchronous collectives ---
 
 
-class AsyncState:
+@dataclass(slots=True)
+class _AsyncState:
     """State shared by the start and the wait of an asynchronous collective.
 
     Attributes:
         pending: Collective under way, from the start to the wait.
         adjoint: State of the adjoint collective in backward, from the wait to the start.
-        result: Copy of the result, if backward needs it. In backward, the result of an adjoint
-            collective that was not split into a start and a wait.
+        result: What backward needs of the result. In backward, the result of an adjoint collective
+            that was not split into a start and a wait.
     """
 
-    __slots__ = ("adjoint", "pending", "result")
-
-    def __init__(self) -> None:
-        self.pending: Pending | None = None
-        self.adjoint: AsyncState | None = None
-        self.result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Wait for the collective, and return its result."""
-        assert self.pending is not None
-        pending, self.pending = self.pending, None
-        return pending.wait()
-
-    def wait_adjoint(
-        self, token: Tensor, adjoint: LinearCollective, context: CheckContext
-    ) -> Tensor:
-        """Return, in backward, the result of the adjoint collective that the wait started."""
-        state, self.adjoint = self.adjoint, None
-        assert state is not None
-        if state.result is not None:
-            return state.result
-        return _Wait.apply(token, adjoint, state, context)  # type: ignore[no-any-return, no-untyped-call]
+    pending: wire.Pending | None = None
+    adjoint: _AsyncState | None = None
+    result: Tensor | None = None
 
 
 class _Start(Function):
     """Start the collective: from the tensor to a token."""
 
     @staticmethod
-    def forward(
-        x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
-    ) -> Tensor:
+    def forward(x: Tensor, plan: Plan, state: _AsyncState, context: CheckContext) -> Tensor:
         state.pending = plan.start(x)
         return x.new_zeros(())  # 0-d: the shapes of input and result may differ
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.plan, ctx.state, ctx.check = inputs
+        x, ctx.plan, ctx.state, ctx.check = inputs
+        if ctx.plan.nonlinear:
+            ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
-        return ctx.state.wait_adjoint(token, ctx.plan.adjoint(), ctx.check), None, None, None
+        state, ctx.state.adjoint = ctx.state.adjoint, None
+        gradient = state.result
+        if gradient is None:
+            gradient = _Wait.apply(token, ctx.plan.adjoint(), state, ctx.check)  # type: ignore[no-untyped-call]
+        if ctx.plan.nonlinear:
+            derivative = ctx.plan.derivative(*ctx.saved_tensors, ctx.state.result)
+            gradient = gradient * derivative.conj()
+        return gradient, None, None, None
 
 
 class _Wait(Function):
     """Wait for the collective: from the token to the result."""
 
     @staticmethod
-    def forward(
-        token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
-    ) -> Tensor:
-        return state.wait()
+    def forward(token: Tensor, plan: Plan, state: _AsyncState, context: CheckContext) -> Tensor:
+        assert state.pending is not None
+        pending, state.pending = state.pending, None
+        y = pending.wait()
+        state.result = plan.kept(y)
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -416,44 +346,49 @@ class _Wait(Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         # Runs first in backward; the backward of _Start waits. Nodes that autograd runs in between
         # overlap with the adjoint collective.
-        ctx.state.adjoint = adjoint = AsyncState()
+        ctx.state.adjoint = adjoint = _AsyncState()
         with ctx.check.backward(cotangent):
             if is_legacy_batchedtensor(cotangent) or is_transformed():
                 # Such cotangents (is_grads_batched, forward mode) cannot be split: only the
                 # synchronous collective has the rules that they need.
                 adjoint.result = ctx.plan.adjoint().apply(cotangent, ctx.check)
                 token = torch.zeros((), dtype=cotangent.dtype, device=cotangent.device)
-                return token, None, None, None
-            return _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
-
-
-def handle_of_token(
-    token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
-) -> Handle[Tensor]:
-    """Return a handle for a collective that was started, given its token."""
-
-    def finish() -> Tensor:
-        return _Wait.apply(token, plan, state, context)  # type: ignore[no-any-return, no-untyped-call]
-
-    return Handle(finish, plan.name)
+            else:
+                token = _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check)  # type: ignore[no-untyped-call]
+        return token, None, None, None
 
 
 # --- compiled graphs ---
 
-_plan_classes: dict[str, type[LinearCollective]] = {}
+_plan_classes: dict[str, type[Plan]] = {}
 _custom_ops: dict[str, Callable[[Tensor, list[int], str], Tensor]] = {}
+_NONE, _INT, _NAME, _TUPLE = range(4)
 
 
-def _apply_compiled(plan: LinearCollective, x: Tensor) -> Tensor:
-    return _custom_ops[plan.name](x, plan.as_ints(), plan.group.group_name)
+def _as_ints(value: Any) -> list[int]:
+    """Encode an int, None, a reduction or a nested tuple of these as self-describing integers."""
+    if value is None:
+        return [_NONE]
+    if isinstance(value, str):
+        return [_NAME, wire.REDUCTIONS.index(value)]
+    if isinstance(value, tuple):
+        return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
+    if not isinstance(value, int):
+        raise TypeError(f"a plan has {value!r}: its fields are ints, None and tuples of these")
+    return [_INT, int(value)]
 
 
-def result_like(x: Tensor, plan: LinearCollective) -> Tensor:
-    """Return an uninitialized tensor of the shape of the collective's result."""
-    return x.new_empty((plan.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
+def _from_ints(ints: Iterator[int]) -> Any:
+    """Decode one value that `_as_ints` encoded."""
+    kind = next(ints)
+    if kind == _NONE:
+        return None
+    if kind == _TUPLE:
+        return tuple(_from_ints(ints) for _ in range(next(ints)))
+    return next(ints) if kind == _INT else wire.REDUCTIONS[next(ints)]
 
 
-def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollective:
+def decode_plan(name: str, ints: Sequence[int], group_name: str) -> Plan:
     """Return the collective of a custom op, given the integers of `as_ints`."""
     values = iter(ints)
     plan_class = _plan_classes[name]
@@ -479,14 +414,20 @@ def register_plan(plan_class: type[P]) -> type[P]:
         return decode_plan(name, ints, group).start(x, blocking=True).wait()
 
     def fake(x: Tensor, ints: list[int], group: str) -> Tensor:
-        return result_like(x, decode_plan(name, ints, group))
+        rows = decode_plan(name, ints, group).rows
+        return x.new_empty((rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
-        _, *ctx.encoded = inputs
+        x, *encoded = inputs
+        ctx.plan = decode_plan(name, *encoded)
+        if ctx.plan.nonlinear:
+            ctx.save_for_backward(x, output)
 
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        adjoint = decode_plan(name, *ctx.encoded).adjoint()
-        return _apply_compiled(adjoint, cotangent), None, None
+        gradient = ctx.plan.adjoint().apply_compiled(cotangent)
+        if ctx.plan.nonlinear:
+            gradient = gradient * ctx.plan.derivative(*ctx.saved_tensors).conj()
+        return gradient, None, None
 
     schema = "(Tensor x, int[] ints, str group) -> Tensor"
     op = torch.library.custom_op(f"gradwire::{name}", run, mutates_args=(), schema=schema)
@@ -496,6 +437,10 @@ def register_plan(plan_class: type[P]) -> type[P]:
     return plan_class
 
 
+# --- calls ---
+
+Peers = Sequence[PeerSignature] | None
+"""Signatures of all ranks, if they exchanged them."""
 _WILL_EXCHANGE = 1
 """Lowest bit of a mark: set if the rank will exchange signatures after a mismatch.
 
@@ -503,20 +448,7 @@ Ranks compare the bit too: they exchange signatures only if all of them do.
 """
 
 
-class Plan(Protocol):
-    """Plan of a call, made before anything is sent: a `LinearCollective`, or composed of such."""
-
-    def apply(self, x: Tensor, context: CheckContext) -> Any:
-        """Run the plan, differentiably in every mode."""
-
-    def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Any]:
-        """Start the plan; return a handle of its result."""
-
-
-Peers = Sequence[PeerSignature] | None
-"""Signatures of all ranks, if they exchanged them."""
-
-
+@dataclass(slots=True)
 class Operation:
     """One call of a collective, whose arguments are valid on this rank.
 
@@ -524,22 +456,16 @@ class Operation:
         front: Tensor, with the split dim in front.
         group: Process group.
         signature: Function that returns the signature to compare.
-        plan: Function that returns the plan for a tensor; it may exchange sizes.
+        plan: Function that returns the plan for a tensor, or another object with `apply` and
+            `apply_async`; it may exchange sizes.
         finish: Function that returns the call's result, given the plan and the plan's result.
     """
 
-    __slots__ = ("finish", "front", "group", "plan", "signature")
-
-    def __init__(
-        self,
-        front: Tensor,
-        group: ProcessGroup,
-        signature: Callable[[], CallSignature],
-        plan: Callable[[Tensor, Peers], Plan],
-        finish: Callable[[Any, Any], Any] | None = None,
-    ) -> None:
-        self.front, self.group, self.signature = front, group, signature
-        self.plan, self.finish = plan, finish
+    front: Tensor
+    group: ProcessGroup
+    signature: Callable[[], CallSignature]
+    plan: Callable[[Tensor, Peers], Any]
+    finish: Callable[[Any, Any], Any] | None = None
 
     def run(self, check: bool | None, async_op: bool = False) -> Any:
         """Compare the call if checks are on, or free of cost, and run it.
@@ -554,7 +480,7 @@ class Operation:
         if requested:
             return self._run_agreed(self.signature(), async_op)
         if requested is None:
-            callee: Any = backend_of(self.group, self.front).python or self.group
+            callee: Any = wire.backend_of(self.group, self.front).python or self.group
             if _sends_marks(callee):
                 return self._run_marked(callee, async_op)
         return self._execute(self.front, UNCHECKED, async_op)
@@ -571,7 +497,7 @@ class Operation:
         # even if the signatures are equal.
         number = consistency.next_number(group)
         try:
-            with callee.marked(_mark(in_full(call), number) | _WILL_EXCHANGE):
+            with callee.marked(_mark(call, number) | _WILL_EXCHANGE):
                 result = self._execute(self.front, _Marked(group, call.op, number), async_op)
         except CheckedMismatchError:
             return self._run_agreed(call, async_op)
@@ -598,7 +524,7 @@ class _Marked(Checked):
     """State of a call with a mark, whose backward has a mark too."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        callee: Any = backend_of(self.group, cotangent).python or self.group
+        callee: Any = wire.backend_of(self.group, cotangent).python or self.group
         if not _sends_marks(callee):
             return nullcontext()
         call = CallSignature(f"backward of {self.call}", None, None)
@@ -618,3 +544,66 @@ def _mark(call: CallSignature, number: int) -> int:
         shape = call.shape and call.shape[1:]
         call = call._replace(shape=shape, send=(), receive=())
     return hash((signature_hash(call), number)) | 2  # never 0, which means that there is no mark
+
+
+# --- lists of tensors ---
+#
+# unstack does not copy. Autograd forbids in-place modification of views if a function returns
+# several of them. The results of `unstack` share memory, but are not views for autograd. No element
+# belongs to two of them, so that modifying one in place does not affect the others.
+
+
+class _Unstack(Function):
+    @staticmethod
+    def forward(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+        return _pieces(x, sizes, scalars)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, _, ctx.scalars = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return torch.stack(cotangents) if ctx.scalars else concat(cotangents), None, None
+
+
+_apply_unstack = eager_apply(_Unstack)
+
+
+def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
+    """Split the rows of a tensor into one tensor for each size, in the memory of `x`.
+
+    Args:
+        x: Contiguous tensor, not used elsewhere: it shares its memory with the results.
+        sizes: Number of rows of each result; they sum to the rows of `x`.
+        scalars: True to return 0-d tensors; all sizes must be 1, and `x` must have one dim.
+    """
+    if compiling(x) or is_transformed():
+        pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+        return tuple(piece.clone() for piece in pieces)
+    if x.requires_grad:
+        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return]
+    return _pieces(x, sizes, scalars)
+
+
+def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate as torch.cat, with a graph for pieces of shape (0,), and huge pages."""
+    if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
+        rows = sum(piece.shape[0] for piece in pieces)
+        return torch.cat([*pieces], out=wire.empty_rows(pieces[0], rows))
+    joined = torch.cat([*pieces], dim)
+    # torch.cat's backward skips pieces of shape (0,). If a second derivative continued from there
+    # to a collective, other ranks, whose pieces have elements, would wait in it.
+    empties = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
+    # Subtraction keeps the sign of -0.0.
+    return joined - torch.stack(empties).sum() if empties else joined
+
+
+def _is_traced(xs: Sequence[Tensor]) -> bool:
+    """Return True if a tracer or transform follows the computation, which rules out `out=`."""
+    return compiling(xs[0]) or is_transformed() or any(is_legacy_batchedtensor(x) for x in xs)
+
+
+def _pieces(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+    pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+    return tuple(piece.data for piece in pieces)

@@ -18,47 +18,46 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
-from gradwire.collectives.backends import Pending, contiguous_copy, done, zeros_like
 from gradwire.collectives.consistency import UNCHECKED
-from gradwire.collectives.operation import LinearCollective, register_plan
+from gradwire.collectives.operation import Plan, register_plan
 from gradwire.collectives.validation import check_dense, resolve_group, root_of
 from gradwire.errors import ArgumentError
 
 
 @register_plan
 @dataclass(frozen=True)
-class SendReceive(LinearCollective):
+class SendReceive(Plan):
     """Tensor sent to one rank, and one received from another; zeros if there is no source."""
 
     destination: int | None
     source: int | None
     name = "send_recv"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         sent = None if self.destination is None else wire.send(x, self.destination, self.group)
         received = None if self.source is None else wire.receive(x, self.source, self.group)
 
         def finish() -> Tensor:
-            result = zeros_like(x) if received is None else received.wait()
+            result = wire.zeros_like(x) if received is None else received.wait()
             if sent is not None:
                 sent.wait()
             return result
 
-        return Pending((), finish)
+        return wire.Pending((), finish)
 
     def adjoint(self) -> SendReceive:
         return SendReceive(self.group, self.source, self.destination)
 
 
 @register_plan
-class Barrier(LinearCollective):
+class Barrier(Plan):
     """Identity that waits for all ranks in both passes."""
 
     name = "barrier"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         wire.barrier(self.group)
-        return done(contiguous_copy(x))
+        return wire.done(wire.contiguous_copy(x))
 
     def adjoint(self) -> Barrier:
         return self
@@ -196,7 +195,10 @@ def send(
     group = resolve_group(group)
     check_dense(x)
     to = _other(group, root_of(group, dst, group_dst, "dst"), "dst")
-    return _Send.apply(x, _token(token), to, group)  # type: ignore[no-any-return, no-untyped-call]
+    if token is None:
+        # It requires a gradient, so that the graph is recorded.
+        token = torch.zeros((), dtype=torch.float32, requires_grad=True)
+    return _Send.apply(x, token, to, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def recv(
@@ -227,7 +229,9 @@ def recv(
     group = resolve_group(group)
     check_dense(like, "like")
     source = _other(group, root_of(group, src, group_src, "src"), "src")
-    y, after = _Receive.apply(like.detach(), _token(token), source, group)  # type: ignore[no-untyped-call]
+    if token is None:
+        token = torch.zeros((), dtype=torch.float32, requires_grad=True)
+    y, after = _Receive.apply(like.detach(), token, source, group)  # type: ignore[no-untyped-call]
     return y, after
 
 
@@ -321,13 +325,6 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
         return Barrier(group).apply(x, UNCHECKED)
     wire.barrier(group)
     return None
-
-
-def _token(token: Tensor | None) -> Tensor:
-    """Return the token, or a new one that requires a gradient, so that the graph is recorded."""
-    if token is not None:
-        return token
-    return torch.zeros((), dtype=torch.float32, requires_grad=True)
 
 
 def _other(group: ProcessGroup, rank: int, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Validation of groups, roots, tensors, dims, sizes per rank, and calls inside transforms."""
+"""Validation of arguments: groups, roots, tensors, dims, sizes per rank, and reductions."""
 
 from __future__ import annotations
 
@@ -271,16 +271,15 @@ def piece_sizes(
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """Name of a reduction, or torch.distributed's ReduceOp."""
 
-_NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
-BITWISE = ("band", "bor", "bxor")
-
 
 def reduction_of(x: Tensor, op: object) -> str:
     """Return the reduction's name.
 
     Raises:
-        ArgumentError, ArgumentTypeError: `op` is not a reduction, or not defined for the dtype.
+        ArgumentError, ArgumentTypeError: `op` is not a reduction, not defined for the dtype, or
+            PyTorch cannot compute it.
     """
+    names = f"give one of {', '.join(wire.REDUCTIONS)}"
     if isinstance(op, str):
         name = op.lower()
     elif isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
@@ -288,29 +287,23 @@ def reduction_of(x: Tensor, op: object) -> str:
         kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined]
         name = kind.name.lower()
     else:
-        raise ArgumentTypeError(f"op is {op!r}: give one of {', '.join(_NAMES)}")
-    if name not in _NAMES:
-        raise ArgumentError(f"op is {op!r}: give one of {', '.join(_NAMES)}")
-    check_reducible(x, name)
-    return name
-
-
-def check_reducible(x: Tensor, op: str) -> None:
-    """Raise if the op is not defined for the tensor's dtype, or PyTorch cannot compute it.
-
-    Raises:
-        ArgumentError: The op is not defined, or PyTorch cannot compute it.
-    """
+        raise ArgumentTypeError(f"op is {op!r}: {names}")
+    if name not in wire.REDUCTIONS:
+        raise ArgumentError(f"op is {op!r}: {names}")
     check_dense(x)
     real_or_complex = x.is_floating_point() or x.is_complex()
-    if op in BITWISE and real_or_complex:
-        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: give integers or booleans")
-    if op in ("max", "min") and x.is_complex():
-        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: complex numbers are not ordered")
-    if op == "avg" and not real_or_complex:
-        raise ArgumentError(f"op is avg, tensor is {x.dtype}: give floating-point numbers")
-    if op == "avg" and x.dtype == torch.complex32:
-        raise ArgumentError(f"op is avg, tensor is {x.dtype}: convert the tensor to complex64")
-    if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
-        raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
-    wire.check_computable(x, op)
+    remedy = ""
+    if name in wire.BITWISE and real_or_complex:
+        remedy = "give integers or booleans"
+    elif name in ("max", "min") and x.is_complex():
+        remedy = "complex numbers are not ordered"
+    elif name == "avg" and not real_or_complex:
+        remedy = "give floating-point numbers"
+    elif name == "avg" and x.dtype == torch.complex32:
+        remedy = "convert the tensor to complex64"
+    elif x.dtype == torch.bool and name not in (*wire.BITWISE, "max", "min"):
+        remedy = "give band, bor, bxor, max or min"
+    if remedy:
+        raise ArgumentError(f"op is {name}, tensor is {x.dtype}: {remedy}")
+    wire.check_computable(x, name)
+    return name

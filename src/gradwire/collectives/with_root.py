@@ -1,4 +1,9 @@
-"""broadcast and reduce: each is the other's adjoint."""
+"""broadcast and reduce, gather and scatter: in each pair, one is the other's adjoint.
+
+Only the root holds all rows of gather and scatter. On other ranks a tensor with any number of rows
+stands for them, so that all ranks record the same graph. scatter does not read it, and gather fills
+it with zeros.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import consistency, wire
-from gradwire.collectives.all_reduce_vary import ReductionCollective, reduce_with
-from gradwire.collectives.backends import Pending, placeholder
 from gradwire.collectives.consistency import (
     CallSignature,
     CheckContext,
@@ -23,9 +26,9 @@ from gradwire.collectives.consistency import (
 from gradwire.collectives.operation import (
     Async,
     Handle,
-    LinearCollective,
     Operation,
     Peers,
+    Plan,
     Sync,
     concat,
     divided,
@@ -48,39 +51,40 @@ from gradwire.collectives.validation import (
     sizes_of_split,
     valid_sizes,
 )
+from gradwire.collectives.without_root import ReductionPlan
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
 @register_plan
 @dataclass(frozen=True)
-class Broadcast(LinearCollective):
+class Broadcast(Plan):
     """Root's tensor on every rank; inputs of other ranks are not read."""
 
     root: int
     average: bool = False
     name = "broadcast"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         return divided(self, wire.broadcast(x, self.root, self.group, blocking))
 
     def adjoint(self) -> Reduce:
-        return Reduce(self.group, self.root, self.average)
+        return Reduce(self.group, self.root, "avg" if self.average else "sum")
 
 
 @register_plan
 @dataclass(frozen=True)
-class Reduce(ReductionCollective):
-    """Sum or average on the root, zeros on other ranks."""
+class Reduce(ReductionPlan):
+    """Reduction on the root, zeros on other ranks."""
 
     root: int
-    average: bool = False
+    op: str = "sum"
     name = "reduce"
 
-    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        return wire.reduce(x, self.root, op, self.group, blocking)
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
+        return wire.reduce(x, self.root, self.op, self.group, blocking)
 
     def adjoint(self) -> Broadcast:
-        return Broadcast(self.group, self.root, self.average)
+        return Broadcast(self.group, self.root, self.op == "avg")
 
 
 @overload
@@ -144,14 +148,12 @@ def reduce(
     group = resolve_group(group)
     root = root_of(group, dst, group_dst, "dst")
     reduction = reduction_of(x, op)
-    plan = reduce_with(reduction, Reduce(group, root, reduction == "avg"))
-    operation = Operation(
+    return Operation(
         x,
         group,
         lambda: CallSignature("reduce", *tensor_fields(x), reduce=reduction, root=root),
-        lambda x, peers: plan,
-    )
-    return operation.run(check, async_op)
+        lambda x, peers: Reduce(group, root, reduction),
+    ).run(check, async_op)
 
 
 @overload
@@ -216,41 +218,33 @@ def broadcast(
     group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
     requested = consistency.requested(check)
-    given: Tensor | Sequence[int] | Refusal | None
+    own, refusal = None, None
     try:
-        given = _tensor_or_shape(x, group.rank() == root, bool(requested))
+        own = _tensor_or_shape(x, group.rank() == root, bool(requested))
     except (ArgumentError, ArgumentTypeError) as error:
         if not requested or group.rank() != root:
             raise
-        given = Refusal(type(error), str(error))
+        refusal = Refusal(type(error), str(error))
     plan = Broadcast(group, root)
-    if requested:
-        y, context = _agree(given, root, group)
-        y = _off_meta(y, group)
-        return plan.apply_async(y, context) if async_op else plan.apply(y, context)
-    assert isinstance(given, Tensor)
-    operation = Operation(
-        _off_meta(given, group),
-        group,
-        lambda: CallSignature("broadcast", *tensor_fields(given), root=root),
-        lambda x, peers: plan,
-    )
-    return operation.run(requested, async_op)
-
-
-def _agree(
-    x: Tensor | Sequence[int] | Refusal | None, root: int, group: ProcessGroup
-) -> tuple[Tensor, CheckContext]:
-    """Compare the call; return the tensor to broadcast, a placeholder if this rank has none."""
-    own = x if isinstance(x, Tensor) else None
-    refusal = x if isinstance(x, Refusal) else None
-    if own is not None:
-        call = CallSignature("broadcast", *tensor_fields(own), root=root)
+    if not requested:
+        assert isinstance(own, Tensor)
+        given: Tensor = own
+        operation = Operation(
+            _off_meta(given, group),
+            group,
+            lambda: CallSignature("broadcast", *tensor_fields(given), root=root),
+            lambda x, peers: plan,
+        )
+        return operation.run(requested, async_op)
+    y = own if isinstance(own, Tensor) else None
+    if y is not None:
+        call = CallSignature("broadcast", *tensor_fields(y), root=root)
     else:
-        shape = None if x is None or isinstance(x, Refusal) else tuple(x)
-        call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)
-    y, context, _ = consistency.agree_with_root(group, own, call, root, refusal)
-    return y, context
+        shape = None if own is None else tuple(own)
+        call = CallSignature("broadcast", shape, None, consistency.wants_grad(None), root=root)
+    y, context, _ = consistency.agree_with_root(group, y, call, root, refusal)
+    y = _off_meta(y, group)
+    return plan.apply_async(y, context) if async_op else plan.apply(y, context)
 
 
 def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -258,7 +252,7 @@ def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
     if not x.is_meta:
         return x
     refuse_in_transforms("x on meta", "give a tensor with the same transforms as the root's")
-    return placeholder(x.shape, x.dtype, x.requires_grad, group)
+    return wire.placeholder(x.shape, x.dtype, x.requires_grad, group)
 
 
 def _tensor_or_shape(x: object, at_root: bool, checked: bool) -> Tensor | Sequence[int] | None:
@@ -283,118 +277,9 @@ def _tensor_or_shape(x: object, at_root: bool, checked: bool) -> Tensor | Sequen
     return x
 
 
-@dataclass(frozen=True)
-class ScatterSource:
-    """Tensor that a scatter splits, with the split dim in front.
-
-    Args:
-        rows: Rows of all pieces on the root; on a receiver, any number of rows of the same shape,
-            which stand for them in the graph.
-        sizes: Number of rows of each rank.
-        dim: Original position of the split dim.
-        scalars: True if the pieces are 0-d.
-        expected_rows: Number of rows of a receiver's `like`.
-    """
-
-    rows: Tensor
-    sizes: tuple[int, ...]
-    dim: int
-    scalars: bool = False
-    expected_rows: int = 0
-
-    @classmethod
-    def on_root(
-        cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
-    ) -> ScatterSource:
-        """Create from the root's tensor or list of tensors."""
-        if isinstance(xs, Tensor):
-            front, dim = move_to_front(xs, dim)
-            check_has_data(xs, "xs")
-            split = sizes_of_split(sizes, front, dim, group, names=("sizes", "xs"))
-            return cls(front, split, dim)
-        pieces, dim, scalars = pieces_of(xs, dim, group, "xs")
-        check_has_data(pieces[0], "xs[0]")
-        known = piece_sizes(pieces, dim, sizes, group)
-        return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, scalars)
-
-    @classmethod
-    def from_like(
-        cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
-    ) -> ScatterSource:
-        """Create on a receiver that has a tensor of the shape that it will receive."""
-        check_dense(like, "like")
-        scalars = not like.dim()
-        front, dim = rows, dim = move_to_front(like, dim)
-        if like.is_meta:
-            refuse_in_transforms("like on meta", "give a tensor with the same transforms as xs")
-            rows = placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
-        given = (front.shape[0],) * group.size()
-        if sizes is not None:
-            given = valid_sizes(sizes, group, "sizes")
-        return cls(rows, given, dim, scalars, front.shape[0])
-
-    def attach_to(self, xs: Tensor | Sequence[Tensor] | None) -> ScatterSource:
-        """Return a copy for a receiver without rows, whose rows depend on the receiver's tensors.
-
-        A derivative of second order then reaches these tensors, with zeros, and this rank takes
-        part in the collectives that they depend on.
-        """
-        own = [xs] if isinstance(xs, Tensor) else xs or ()
-        empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
-        if not empty or not self.rows.requires_grad:
-            return self
-        # Not torch.cat, whose backward skips empty tensors.
-        return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
-
-
-def agree_on_source(
-    source: ScatterSource | Refusal | None, root: int, dim: int, group: ProcessGroup
-) -> tuple[ScatterSource, CheckContext]:
-    """Compare the call; ranks without a source receive shape and sizes from the root.
-
-    Args:
-        source: Source of this rank, if it has one; on the root, an argument error if it has none.
-        root: Root's rank in the group.
-        dim: Argument of the public function.
-        group: Process group.
-
-    Raises:
-        MismatchError: On every rank, if the ranks disagree.
-        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
-            its tensor has too many dims for a signature.
-    """
-    refusal: Refusal | None = None
-    if isinstance(source, Refusal):
-        source, refusal = None, source
-    at_root = group.rank() == root
-    call = CallSignature("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
-    if source is None:
-        call = call._replace(wants_grad=consistency.grad_mode())
-    else:
-        call = call._replace(
-            shape=() if source.scalars else tuple(source.rows.shape),
-            dtype=source.rows.dtype,
-            wants_grad=consistency.wants_grad(source.rows),
-            send=source.sizes if at_root else (),
-            receive=() if at_root else _expected(source.expected_rows, root, group),
-        )
-    own = None if source is None else source.rows
-    rows, context, peers = consistency.agree_with_root(group, own, call, root, refusal)
-    sizes = tuple(peers[root].send)
-    if source is not None:
-        return replace(source, rows=rows, sizes=sizes), context
-    empty = rows.new_empty((0, *rows.shape[1:])).requires_grad_(rows.requires_grad)
-    return ScatterSource(empty, sizes, dim % max(1, rows.dim()), not rows.dim()), context
-
-
-def _expected(rows: int, root: int, group: ProcessGroup) -> list[int]:
-    """Return the number of rows that a receiver with `like` expects from each rank."""
-    return [rows if rank == root else -1 for rank in range(group.size())]
-
-
 @register_plan
 @dataclass(frozen=True)
-class Gather(LinearCollective):
+class Gather(Plan):
     """Rows of all ranks on the root, `other_rows` rows of zeros on other ranks."""
 
     root: int
@@ -402,7 +287,7 @@ class Gather(LinearCollective):
     other_rows: int
     name = "gather"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         return wire.gather(x, self.root, self.sizes, self.other_rows, self.group, blocking)
 
     def adjoint(self) -> Scatter:
@@ -414,7 +299,7 @@ class Gather(LinearCollective):
 
 @register_plan
 @dataclass(frozen=True)
-class Scatter(LinearCollective):
+class Scatter(Plan):
     """Root's rows, scattered; inputs of other ranks, of `other_rows` rows, are not read."""
 
     root: int
@@ -422,7 +307,7 @@ class Scatter(LinearCollective):
     other_rows: int
     name = "scatter"
 
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> wire.Pending:
         return wire.scatter(x, self.root, self.sizes, self.group, blocking)
 
     def adjoint(self) -> Gather:
@@ -506,14 +391,13 @@ def gather(
         known = resolve_sizes(sizes, rows, group) or (rows,) * group.size()
         return Gather(group, root, known, sum(known))
 
-    operation = Operation(
+    return Operation(
         front,
         group,
         lambda: gather_signature("gather", front, sizes, f"dim={dim}", root),
         plan,
         lambda _, y: move_back(y, dim),
-    )
-    return operation.run(check, async_op)
+    ).run(check, async_op)
 
 
 @overload
@@ -592,47 +476,121 @@ def scatter(
     root = root_of(group, src, group_src, "src")
     if like is None:
         refuse_in_transforms("scatter without like", "give like on every rank")
-    checked = consistency.enabled(check)
-    source, context = _agreed_source(xs, root, dim, sizes, like, group, checked=checked)
-    plan = Scatter(group, root, source.sizes, len(source.rows))
-    rows = source.rows
+    at_root, exchanges = group.rank() == root, like is None or bool(consistency.requested(check))
+    source, refusal, context = None, None, consistency.UNCHECKED
+    if at_root:
+        try:
+            source = _source_on_root(xs, dim, sizes, group)
+        except (ArgumentError, ArgumentTypeError) as error:
+            if not exchanges:
+                raise
+            refusal = Refusal(type(error), str(error))
+    elif like is not None:
+        source = _source_like(like, dim, sizes, group)
+    if exchanges:
+        source, context = _agree_on_source(source, refusal, root, dim, group)
+    assert source is not None
+    agreed, rows = source, source.rows
+    if not at_root:
+        if not exchanges:
+            resolve_sizes(agreed.sizes, agreed.expected_rows, group)
+        if like is None:
+            rows = _attached(rows, xs)
+    plan = Scatter(group, root, agreed.sizes, len(rows))
 
     def finish(y: Tensor) -> Tensor:
-        return y.reshape(()) if source.scalars else move_back(y, source.dim)
+        return y.reshape(()) if agreed.scalars else move_back(y, agreed.dim)
 
     if async_op:
         return plan.apply_async(rows, context).then(finish)
     return finish(plan.apply(rows, context))
 
 
-def _agreed_source(
-    xs: Any,
-    root: int,
-    dim: int,
-    sizes: Sequence[int] | None,
-    like: Tensor | None,
-    group: ProcessGroup,
-    *,
-    checked: bool,
-) -> tuple[ScatterSource, consistency.CheckContext]:
-    """Return the root's tensor as rows: of the root's argument, of `like`, or as the root tells."""
-    exchanges = like is None or checked
-    source: ScatterSource | Refusal | None = None
-    if group.rank() == root:
-        try:
-            source = ScatterSource.on_root(xs, dim, sizes, group)
-        except (ArgumentError, ArgumentTypeError) as error:
-            if not exchanges:
-                raise
-            source = Refusal(type(error), str(error))
-    elif like is not None:
-        source = ScatterSource.from_like(like, dim, sizes, group)
-    context = consistency.UNCHECKED
-    if exchanges:
-        source, context = agree_on_source(source, root, dim, group)
-    assert isinstance(source, ScatterSource)
-    if not exchanges and group.rank() != root:
-        resolve_sizes(source.sizes, source.expected_rows, group)
-    if group.rank() != root and like is None:
-        source = source.attach_to(xs)
-    return source, context
+@dataclass(frozen=True)
+class _Source:
+    """Tensor that a scatter splits, as this rank knows it before any data is sent.
+
+    Attributes:
+        rows: Rows of all pieces on the root; on a receiver, any number of rows of the same shape,
+            which stand for them in the graph.
+        sizes: Number of rows of each rank.
+        dim: Original position of the split dim.
+        scalars: True if the pieces are 0-d.
+        expected_rows: Number of rows of a receiver's `like`.
+    """
+
+    rows: Tensor
+    sizes: tuple[int, ...]
+    dim: int
+    scalars: bool = False
+    expected_rows: int = 0
+
+
+def _source_on_root(
+    xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
+) -> _Source:
+    if isinstance(xs, Tensor):
+        front, dim = move_to_front(xs, dim)
+        check_has_data(xs, "xs")
+        return _Source(front, sizes_of_split(sizes, front, dim, group, names=("sizes", "xs")), dim)
+    pieces, dim, scalars = pieces_of(xs, dim, group, "xs")
+    check_has_data(pieces[0], "xs[0]")
+    known = piece_sizes(pieces, dim, sizes, group)
+    return _Source(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, scalars)
+
+
+def _source_like(
+    like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
+) -> _Source:
+    """Return the source of a receiver that has a tensor of the shape that it will receive."""
+    check_dense(like, "like")
+    front, dim = move_to_front(like, dim)
+    rows = front
+    if like.is_meta:
+        refuse_in_transforms("like on meta", "give a tensor with the same transforms as xs")
+        rows = wire.placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
+    given = sizes if sizes is not None else (front.shape[0],) * group.size()
+    return _Source(rows, valid_sizes(given, group, "sizes"), dim, not like.dim(), front.shape[0])
+
+
+def _agree_on_source(
+    source: _Source | None, refusal: Refusal | None, root: int, dim: int, group: ProcessGroup
+) -> tuple[_Source, CheckContext]:
+    """Compare the call; ranks without a source receive shape and sizes from the root.
+
+    Raises:
+        MismatchError: On every rank, if the ranks disagree.
+        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
+            its tensor has too many dims for a signature.
+    """
+    own = None if source is None else source.rows
+    wants = consistency.wants_grad(own)
+    call = CallSignature("scatter", None, None, wants, root=root, detail=f"dim={dim}", ragged=True)
+    if source is not None:
+        shape = () if source.scalars else tuple(source.rows.shape)
+        call = call._replace(shape=shape, dtype=source.rows.dtype)
+        if group.rank() == root:
+            call = call._replace(send=source.sizes)
+        else:
+            expected = [source.expected_rows if r == root else -1 for r in range(group.size())]
+            call = call._replace(receive=expected)
+    rows, context, peers = consistency.agree_with_root(group, own, call, root, refusal)
+    sizes = tuple(peers[root].send)
+    if source is not None:
+        return replace(source, rows=rows, sizes=sizes), context
+    empty = rows.new_empty((0, *rows.shape[1:])).requires_grad_(rows.requires_grad)
+    return _Source(empty, sizes, dim % max(1, rows.dim()), not rows.dim()), context
+
+
+def _attached(rows: Tensor, xs: Tensor | Sequence[Tensor] | None) -> Tensor:
+    """Return a receiver's empty rows, which depend on its tensors.
+
+    A derivative of second order then reaches these tensors, with zeros, and this rank takes part in
+    the collectives that they depend on.
+    """
+    own = [xs] if isinstance(xs, Tensor) else xs or ()
+    empty = [x.reshape(-1)[:0].to(rows) for x in own if x.requires_grad]
+    if not empty or not rows.requires_grad:
+        return rows
+    # Not torch.cat, whose backward skips empty tensors.
+    return torch.stack(empty).reshape(rows.shape)

@@ -67,7 +67,7 @@ def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors of one dtype into a flat tensor; return it, and a view for each tensor."""
     size = sum(t.numel() for t in tensors)
     flat = _memory.empty((size,), tensors[0], tensors[0].device)
-    inside = views(flat, tensors, keep_strides=True)
+    inside = views(flat, tensors)
     torch._foreach_copy_(inside, list(tensors))
     return flat, inside
 
@@ -122,7 +122,7 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
     flat, inside = packed(members)
     first = own_place(flat.device, devices)
     flats = copies(flat, [d for i, d in enumerate(devices) if i != first])
-    replicas = [views(f, members, keep_strides=True) for f in flats]
+    replicas = [views(f, members) for f in flats]
     if first is not None:
         replicas.insert(first, inside)
     # `.data` gives each view its own version counter.
@@ -348,7 +348,7 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
     replicas = [_arrived(tensors, device) for tensors in replicas]
     like = replicas[0]
     flat = _memory.empty((sum(t.numel() for t in like),), like[0], device)
-    results = views(flat, like, keep_strides=True)
+    results = views(flat, like)
     for group in _groups(results):
         if len(group) == 1:
             sum_into(results[group[0]], [tensors[group[0]] for tensors in replicas])
@@ -366,7 +366,7 @@ def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if tensors[0].device == device:
         return tensors
     flat, _ = packed(tensors)
-    return views(copy_to(flat, device), tensors, keep_strides=True)
+    return views(copy_to(flat, device), tensors)
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

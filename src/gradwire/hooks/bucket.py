@@ -112,7 +112,7 @@ class GradBucket:
         """
         if self._buffer.layout != torch.strided:
             return [self._buffer]
-        return views(self._buffer, self._like, keep_strides=True)
+        return views(self._buffer, self._like)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters, in the order of `gradients`."""

@@ -1,8 +1,12 @@
-"""Interface of communication hooks: functions (`CommHook`), and objects with state.
+"""Interface of communication hooks: functions (`CommHook`), objects with state, and their results.
 
 The reducer runs every hook as a `StatefulHook`; functions are adapted. As PyTorch's
 `CommHookInterface` in C++, it has two parts: one starts communication, the other extracts the
 reduced tensor from the result of the communication's future.
+
+A hook returns a future, a tensor or a work handle. `as_future` converts each into a future;
+`parse_hook_result` extracts the tensor from its value and checks it against the bucket. `chain`
+runs several collectives one after another.
 """
 
 from __future__ import annotations
@@ -214,7 +218,6 @@ class _FunctionHook(StatefulHook[Any]):
         super().run_in(group)
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Call the function."""
         returned: HookReturn = self.func(self.state, bucket)
         return returned
 
@@ -238,16 +241,13 @@ class DelegatingHook(StatefulHook[Any]):
         self.single_collective, self.linear = hook.single_collective, hook.linear
 
     def committed(self) -> None:
-        """Forward the call to the inner hook."""
         self.hook.committed()
 
     def run_in(self, group: ProcessGroup) -> None:
-        """Forward the call to the inner hook."""
         self.hook.run_in(group)
 
     @property
     def state(self) -> Any:
-        """State of the inner hook."""
         return self.hook.state
 
     @state.setter
@@ -263,7 +263,6 @@ class _ComposedHook(DelegatingHook):
         self.run, self.linear = run, linear
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Call the function with the inner hook."""
         returned: HookReturn = self.run(self.hook, None, bucket)
         return returned
 
@@ -272,15 +271,8 @@ def compose(run: Run, hook: CommHook, *, linear: bool = False) -> CommHook:
     """Return a hook that runs `run(hook, state, bucket)`, with the inner hook's state.
 
     The result of `run` is read like a function's result. If the inner hook is a `StatefulHook`,
-    `run` must read the inner result with `parse_hook_result(result, bucket, hook)`.
-
-    Args:
-        run: Function that runs the inner hook.
-        hook: Inner hook.
-        linear: True if the result is linear whenever the inner hook is (see `StatefulHook`).
-
-    Raises:
-        ArgumentTypeError: `hook` is not a hook.
+    `run` must read the inner result with `parse_hook_result(result, bucket, hook)`. The hook is
+    linear if `linear` is True and the inner hook is linear.
     """
     check_hook(hook)
     linear = linear and bind_hook(None, hook).linear
@@ -313,14 +305,6 @@ def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
     Raises:
         ArgumentTypeError: `hook` is not a hook.
         ArgumentError: `hook` is a `StatefulHook` and `state` is neither None nor its state.
-
-    Example:
-        >>> from gradwire.testing import FakeBucket
-        >>> import torch
-        >>> bind_hook(3, lambda state, bucket: bucket.buffer() * state).run_hook(
-        ...     FakeBucket(torch.ones(2))
-        ... )
-        tensor([3., 3.])
     """
     checked = check_hook(hook)
     if isinstance(checked, type) and issubclass(checked, StatefulHook):
@@ -346,15 +330,7 @@ def run_in_group(hook: StatefulHook[Any], group: ProcessGroup) -> None:
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
-    """Return a future of a hook's return value.
-
-    Raises:
-        HookError: The hook returned None or another object that is not a result.
-
-    Example:
-        >>> as_future(torch.ones(2), len).wait()
-        tensor([1., 1.])
-    """
+    """Return a future of a hook's return value; raise HookError if that is not a result."""
     if isinstance(returned, torch._C.Future):
         return returned
     if isinstance(returned, Work):
@@ -398,25 +374,16 @@ def after(work: Work | None, result: Callable[[], Tensor], device: torch.device)
 def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:
     """Return the reduced tensor from the value of a hook's future.
 
-    Args:
-        result: Value of the future. A `StatefulHook` reads it itself. For other hooks, a tensor of
-            any shape and strides, or a list or tuple of one. For a complex bucket, a tensor of
-            alternating real and imaginary parts is accepted, because Gloo's futures hold the real
-            view that it has sent.
-        bucket: Bucket that the hook was called with.
-        hook: Hook, for reading the result and for messages.
+    A `StatefulHook` reads the value itself. For other hooks it is a tensor of any shape and
+    strides, or a list or tuple of one. For a complex bucket, a tensor of alternating real and
+    imaginary parts is accepted, because Gloo's futures hold the real view that it has sent.
 
     Returns:
         Tensor with the bucket's dtype, device and number of elements. For a dense bucket it is 1-d
-            and contiguous, and a copy only if the hook's tensor is not.
+        and contiguous, and a copy only if the hook's tensor is not.
 
     Raises:
         HookError: The result is not such a tensor.
-
-    Example:
-        >>> bucket = GradBucket(0, torch.zeros(2), [torch.zeros(2)], is_last=True)
-        >>> parse_hook_result([torch.ones(2)], bucket, len)
-        tensor([1., 1.])
     """
     if isinstance(hook, StatefulHook):
         result = hook.parse_hook_result(result)
@@ -487,10 +454,6 @@ def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
 
     Returns:
         Future of the last step's value, or of the first exception of a step or a future.
-
-    Example:
-        >>> chain(torch.device("cpu"), 1, lambda x: x + 1, lambda x: x * 10).wait()
-        20
     """
     if not isinstance(threading.current_thread(), threading._DummyThread):  # it is Python's own
         _NOT_RUN.clear()

@@ -296,7 +296,7 @@ class InPlaceBucket(Bucket):
     def _allocate(self) -> Tensor:
         parameter = self.parameters[0]
         self.flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        self._copy = views(self.flat, self.like, keep_strides=True)[0]
+        self._copy = views(self.flat, self.like)[0]
         return self._copy
 
     def _scale_flat(self) -> None:

@@ -85,7 +85,7 @@ class PackedBucket(Bucket):
             self.flat = empty(count, dtype=first.dtype, group=self._group)
         else:
             self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
-        self._views = views(self.flat, self.like, keep_strides=True)
+        self._views = views(self.flat, self.like)
         # With a scale, the gradients that are not scaled one by one are last.
         self._small = self.flat[self._at_once_numel :]
         self.extra = self.flat[count - self.extra_numel :]
@@ -290,7 +290,7 @@ class PackedBucket(Bucket):
             # in the same memory, a direct copy would overwrite values before they are read
             self.flat.copy_(reduced.clone() if of_result == own else reduced)
         elif reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
-            source = views(reduced, self.like, keep_strides=True)
+            source = views(reduced, self.like)
         places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
         if away and self._with_graph:
