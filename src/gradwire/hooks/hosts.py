@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
+from gradwire._processes import boot_id, namespace
 from gradwire._torch import PYTHON_BACKENDS, group_named
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
@@ -36,8 +36,6 @@ from gradwire.hooks.interface import (
     parse_hook_result,
 )
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NETWORK = Path("/proc/self/ns/net")
 _divisions = itertools.count(1)
 """Counter of calls in this process. The first rank's count is part of the new groups' names."""
 
@@ -163,9 +161,8 @@ def _teams_of_backend(group: ProcessGroup) -> Sequence[Sequence[int]]:
 
 def _this_host() -> bytes:
     """Return 16 bytes that are equal for processes with one kernel and network namespace."""
-    found = BOOT_ID.read_text() if BOOT_ID.exists() else os.uname().nodename
-    network = os.readlink(NETWORK) if NETWORK.is_symlink() else ""
-    return hashlib.blake2b(f"{found} {network}".encode(), digest_size=16).digest()
+    found = f"{boot_id() or os.uname().nodename} {namespace('net')}"
+    return hashlib.blake2b(found.encode(), digest_size=16).digest()
 
 
 def across_hosts(hook: CommHook, groups: HostGroups, state: Any = None) -> AcrossHosts:
