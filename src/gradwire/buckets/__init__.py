@@ -68,7 +68,7 @@ def views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     for t in like:
         strides = memory_strides(t)
         if strides is None:
-            strides = torch.empty(t.shape, device="meta").stride()
+            strides = torch.empty(t.shape, dtype=t.dtype, device="meta").stride()
         result.append(buffer.as_strided(t.shape, strides, start))
         start += t.numel()
     return result
