@@ -292,8 +292,8 @@ class _AsyncState:
     Attributes:
         pending: Collective under way, from the start to the wait.
         adjoint: State of the adjoint collective in backward, from the wait to the start.
-        result: What backward needs of the result. In backward, the result of an adjoint collective
-            that was not split into a start and a wait.
+        result: Part of the result that backward needs. In backward, the result of an adjoint
+            collective that was not split into a start and a wait.
     """
 
     pending: wire.Pending | None = None
