@@ -12,7 +12,6 @@ from gradwire.collectives.operation import Handle
 from gradwire.collectives.operation import unstack as unstack
 from gradwire.collectives.send_receive import barrier, recv, send, send_recv, tie
 from gradwire.collectives.validation import check_dense as check_dense
-from gradwire.collectives.wire import backend_of as backend_of
 from gradwire.collectives.with_root import broadcast, gather, reduce, scatter
 from gradwire.collectives.without_root import (
     all_gather,
