@@ -38,6 +38,7 @@ from torch.distributed import (
 from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store
 from gradwire._processes import Deadline
+from gradwire._rendezvous import values_of_ranks
 from gradwire.ddp import FaultDomain, wait_work
 from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (
@@ -279,12 +280,8 @@ def form_gloo(
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     # all members are about to form the group before Gloo waits, because nothing ends its wait
     own.set(f"here/{rank}", "")
-    deadline = Deadline(FORM_SECONDS)
-    while not own.check([f"here/{other}" for other in range(size)]):
-        poll()
-        if deadline.over():
-            raise CollectiveTimeoutError(f"not all members came within {FORM_SECONDS:g} s")
-        time.sleep(FORM_POLL_SECONDS / 4)
+    pause = timedelta(seconds=FORM_POLL_SECONDS / 4)
+    values_of_ranks(own, "here", size, "join the generation", check=poll, poll=pause)
     before = sockets()
 
     def form() -> tuple[ProcessGroup, dict[int, int]]:
