@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire._rendezvous import values_of_ranks
+from gradwire._groups import values_of_ranks
 from gradwire.errors import (
     ArgumentError,
     CollectiveTimeoutError,

@@ -36,9 +36,8 @@ from torch.distributed import (
 )
 
 from gradwire._engine_errors import is_transport
-from gradwire._groups import destroy_in_thread, keep_store
+from gradwire._groups import destroy_in_thread, keep_store, values_of_ranks
 from gradwire._processes import Deadline
-from gradwire._rendezvous import values_of_ranks
 from gradwire.ddp import FaultDomain, wait_work
 from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (

@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from gradwire._groups import values_of_ranks
 from gradwire._processes import Deadline
-from gradwire._rendezvous import values_of_ranks
 from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PeerLostError
 
 _JOIN = "join the group"

@@ -27,8 +27,7 @@ from torch.autograd import forward_ad
 from torch.distributed import PrefixStore, ProcessGroup
 
 from gradwire._containers import tensors_in
-from gradwire._groups import check_group, default_group, store_of
-from gradwire._rendezvous import values_of_ranks
+from gradwire._groups import check_group, default_group, store_of, values_of_ranks
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
