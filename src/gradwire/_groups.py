@@ -1,4 +1,4 @@
-"""Resolve arguments to a process group, a rank in it and its store; gather through that; end groups."""
+"""Resolve arguments to a process group, a rank and its store, gather values, destroy groups."""
 
 from __future__ import annotations
 
