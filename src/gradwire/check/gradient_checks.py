@@ -9,7 +9,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gradwire.check.records import Check, Event, Finding, Replicas, Run
+from gradwire.check.records import Check, Event, Finding, Replicas, Run, differing
 
 _WORLD_SIZE = ("world_size", "WORLD_SIZE", "num_processes", "nprocs")
 
@@ -33,7 +33,7 @@ class AroundWrapper(Check):
                 calls[r].get((e["optimizer"], e["number"]))
                 for r, e in zip(model.ranks, events, strict=True)
             ]
-            name = model.differing(events, "gradients")
+            name = differing(events, "gradients")
             if name is not None and None not in at and at[0] is not None:
                 text = "the gradients differ between ranks"
                 yield self.found(text, at[0], model.ranks, tensor=name)

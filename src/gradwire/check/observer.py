@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +116,19 @@ class Observer:
             self.busy = False
 
     def patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace `owner.name` by `make(original)` until the end."""
-        original = getattr(owner, name)
+        """Replace `owner.name`, or that of each of a tuple, by `make(original)` until the end."""
+        owners = owner if isinstance(owner, tuple) else (owner,)
+        original = next(getattr(each, name) for each in owners if hasattr(each, name))
         patched = functools.wraps(original)(make(original))
-        setattr(owner, name, patched)
 
-        def undo() -> None:
+        def undo(owner: Any) -> None:
             if getattr(owner, name) is patched:  # not if gradwire.compat has replaced it meanwhile
                 setattr(owner, name, original)
 
-        self._undo.append(undo)
+        for each in owners:
+            if getattr(each, name, None) is original:
+                setattr(each, name, patched)
+                self._undo.append(functools.partial(undo, each))
 
     def around(
         self,
@@ -149,17 +152,6 @@ class Observer:
             return called
 
         self.patch(owner, name, make)
-
-    def patch_everywhere(
-        self, owners: Iterable[Any], name: str, make: Callable[[Any], Any]
-    ) -> None:
-        """Replace a function in all modules that export it."""
-        owners = [owner for owner in owners if hasattr(owner, name)]
-        original = getattr(owners[0], name)
-        patched = functools.wraps(original)(make(original))
-        for owner in owners:
-            if getattr(owner, name) is original:
-                self.patch(owner, name, lambda _: patched)
 
     def undo_at_end(self, undo: Callable[[], None]) -> None:
         """Call a function when observing ends."""

@@ -55,16 +55,15 @@ class Replicas:
     names: tuple[str, ...]
     line: str
 
-    def differing(self, events: Sequence[Event], field: str) -> str | None:
-        """Return the name of the first parameter whose digests differ between ranks."""
-        values = [event[field] for event in events]
-        if len(set(map(len, values))) != 1:
-            return None
-        names = next((event["names"] for event in events if "names" in event), self.names)
-        for index, digests in enumerate(zip(*values, strict=True)):
-            if None not in digests and len(set(digests)) > 1:
-                return names[index] if len(names) == len(values[0]) else f"parameter {index}"
+
+def differing(events: Sequence[Event], field: str) -> str | None:
+    """Return the name of the first parameter whose digests differ between ranks at a step."""
+    if any(event["names"] != events[0]["names"] for event in events):
         return None
+    for name, *digests in zip(events[0]["names"], *(e[field] for e in events), strict=True):
+        if None not in digests and len(set(digests)) > 1:
+            return str(name)
+    return None
 
 
 @dataclass
@@ -74,14 +73,12 @@ class Epoch:
     Attributes:
         begin: Event of its begin.
         batches: Events of its batches.
-        at: Positions of the batches among the rank's events.
         exhausted: Number of batches, if the loader reached its end.
         trained: Number of forwards with gradients after its batches.
     """
 
     begin: Event
     batches: list[Event] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
     exhausted: int | None = None
     trained: int = 0
 
@@ -179,14 +176,13 @@ class Run:
         """Return a rank's iterations of data loaders, by loader and number."""
         found: dict[tuple[int, int], Epoch] = {}
         latest: Epoch | None = None
-        for position, event in enumerate(self.events[rank]):
+        for event in self.events[rank]:
             kind = event["kind"]
             if kind == "epoch":
                 found[event["loader"], event["epoch"]] = Epoch(event)
             elif kind == "batch" and (event["loader"], event["epoch"]) in found:
                 latest = found[event["loader"], event["epoch"]]
                 latest.batches.append(event)
-                latest.at.append(position)
             elif kind == "exhausted" and (event["loader"], event["epoch"]) in found:
                 found[event["loader"], event["epoch"]].exhausted = event["batches"]
             elif kind == "forward" and event["gradients"] and latest is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from gradwire.check.records import Check, Event, Finding, Replicas, Run
+from gradwire.check.records import Check, Event, Finding, Replicas, Run, differing
 
 _FEWEST = 3
 _FEW_SAMPLES = 4
@@ -24,12 +24,13 @@ def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event] | None:
     steps = [events[0] for events in run.steps("stepped", model)]
     if len(steps) < _FEWEST or not all(step["unowned"] for step in steps):
         return None
-    first, last = steps[0]["parameters"], steps[-1]["parameters"]
-    if len(first) != len(last) or len(model.names) != len(first):
+    first, last = steps[0], steps[-1]
+    if first["names"] != last["names"]:
         return None
-    still = {n for n, a, b in zip(model.names, first, last, strict=True) if a == b is not None}
+    same = zip(first["names"], first["parameters"], last["parameters"], strict=True)
+    still = {name for name, a, b in same if a == b is not None}
     still = still.intersection(*(step["unowned"] for step in steps))
-    left = [name for name in model.names if name in still]
+    left = [name for name in first["names"] if name in still]
     return (left, steps[0]) if left else None
 
 
@@ -89,7 +90,7 @@ class ChangedAfterWrapping(Check):
     def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
         for events in run.steps("stepped", model):
             late = events[0]["late"]
-            if late and model.differing(events, "gradients") in late:
+            if late and differing(events, "gradients") in late:
                 text = f"{len(late)} parameters have gradients of their own on each rank"
                 at = events[0]
                 yield self.found(text, at, model.ranks, line=model.line, tensor=_shown(late))
@@ -204,7 +205,7 @@ class ParametersDiffer(Check):
         after = list(run.steps("stepped", model))
         if not after or run.hooked(model) or not self._always_reduced(run, model):
             return
-        if model.differing(after[-1], "parameters") is None:
+        if differing(after[-1], "parameters") is None:
             return
         found = self._first(run, model)
         if found is not None:
@@ -228,14 +229,14 @@ class ParametersDiffer(Check):
         afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in run.steps("stepped", model)}
         for events in run.steps("step", model):
             at = events[0]
-            name = model.differing(events, "parameters")
+            name = differing(events, "parameters")
             if name is not None:
                 text = f"changed between {previous} and the step at {_short(at['line'])}"
                 return self.found(text, at, model.ranks, tensor=name)
             stepped = afterwards.get((at["optimizer"], at["number"]), events)
-            name = model.differing(stepped, "parameters")
+            name = differing(stepped, "parameters")
             if name is not None:
-                cause = model.differing(stepped, "gradients")
+                cause = differing(stepped, "gradients")
                 text = "after optimizer.step(), " + (
                     f"whose gradients of {cause} differ" if cause else "with equal gradients"
                 )

@@ -36,8 +36,8 @@ from gradwire.check.observer import (
 from gradwire.ddp import DistributedDataParallel, Reducer, SyncBatchNorm
 
 _NOT_BATCH_NORM = (nn.SyncBatchNorm, SyncBatchNorm)
-_BATCH_NORMS_SEEN = 3
-"""Number of calls of a batch norm that are written."""
+_BATCH_NORM_STEPS = 3
+"""Number of steps in which calls of batch norms are written."""
 _REDUCING = ("all_reduce", "all_reduce_coalesced")
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 _WAITING = (*_REDUCING, *_GATHERING, "barrier", "broadcast", "reduce_scatter_tensor", "all_to_all")
@@ -58,8 +58,6 @@ class Model:
         self._wrapper = weakref.ref(wrapper)
         self.forwards = 0
         self.reduced: set[int] = set()
-        self._names: list[str] | None = None
-        self._norms: dict[int, tuple[str, int]] = {}
 
     @property
     def wrapper(self) -> Any:
@@ -71,21 +69,6 @@ class Model:
         ignored = getattr(self.wrapper, "parameters_to_ignore", ())
         named = self.wrapper.module.named_parameters()
         return [(n, p) for n, p in named if p.requires_grad and n not in ignored]
-
-    def new_names(self, names: list[str]) -> list[str] | None:
-        """Return the names if they have changed since the last call."""
-        if names == self._names:
-            return None
-        self._names = names
-        return names
-
-    def norm(self, module: nn.Module) -> str | None:
-        """Return a batch norm's name in its first calls."""
-        if not self._norms:
-            self._norms = {id(m): (n, 0) for n, m in self.wrapper.module.named_modules()}
-        name, calls = self._norms.get(id(module), ("", _BATCH_NORMS_SEEN))
-        self._norms[id(module)] = name, calls + 1
-        return name if calls < _BATCH_NORMS_SEEN else None
 
     @property
     def hooked(self) -> bool:
@@ -130,9 +113,9 @@ class Training:
                 observer.patch(scheduler, "step", self._make_schedule)
         for name in _WAITING:
             if hasattr(dist, name):
-                observer.patch_everywhere((dist, c10d), name, self._make_collective(name))
+                observer.patch((dist, c10d), name, self._make_collective(name))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            observer.patch_everywhere((utils, clip_grad), name, self._make_clip(name))
+            observer.patch((utils, clip_grad), name, self._make_clip(name))
         observer.around(torch, "save", before=self._saving, after=self._saved)
         observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
         hooks = (
@@ -156,7 +139,6 @@ class Training:
         model = self.models[id(wrapper)]
         named = model.trainable()
         model.reduced = {id(p) for _, p in named}
-        model.new_names([n for n, _ in named])
         self._observer.emit(
             "model",
             model=model.number,
@@ -226,10 +208,9 @@ class Training:
                     self._observer.look(self._around, model)
 
     def _batch_norm(self, module: nn.Module, args: Any) -> None:
-        model = self.inside[-1]
-        name = model.norm(module)
-        if name is not None and args and isinstance(args[0], Tensor):
-            size = len(args[0])
+        if self._observer.step < _BATCH_NORM_STEPS and args and isinstance(args[0], Tensor):
+            model, size = self.inside[-1], len(args[0])
+            name = next((n for n, m in model.wrapper.module.named_modules() if m is module), "")
             self._observer.emit("batch_norm", model=model.number, name=name, samples=size)
 
     def _around(self, model: Model) -> None:
@@ -278,9 +259,12 @@ class Training:
         number, own = self._number(optimizer), _ids(optimizer)
         models = {}
         for model in self._living():
-            parameters = [p for _, p in model.trainable()]
-            if not own.isdisjoint(map(id, parameters)):
-                models[model.number] = {"parameters": [digest(p) for p in parameters]}
+            named = model.trainable()
+            if any(id(p) in own for _, p in named):
+                models[model.number] = {
+                    "names": [n for n, _ in named],
+                    "parameters": [digest(p) for _, p in named],
+                }
         count = self._steps[number]
         self._observer.emit("step", optimizer=number, number=count, models=models)
 
@@ -318,9 +302,9 @@ class Training:
         self, model: Model, named: Any, own: set[int], everywhere: set[int]
     ) -> dict[str, Any]:
         """Return digests of a model's parameters and gradients, and the parameters left out."""
-        names = model.new_names([n for n, _ in named])
         of_model = {id(p) for p in model.wrapper.module.parameters()}
-        state: dict[str, Any] = {
+        return {
+            "names": [n for n, _ in named],
             "owned": any(id(p) in own for _, p in named),
             "gradients": [None if p.grad is None else digest(p.grad) for _, p in named],
             "parameters": [digest(p) for _, p in named],
@@ -333,7 +317,6 @@ class Training:
             "foreign": sum(i not in of_model for i in own),
             "hooked": model.hooked,
         }
-        return state if names is None else state | {"names": names}
 
     def _make_schedule(self, original: Any) -> Any:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
