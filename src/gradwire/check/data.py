@@ -30,19 +30,13 @@ class _Loader:
 
 @dataclass
 class _Iteration:
-    """One iteration of a loader.
-
-    Attributes:
-        indices: Indices of batches that were requested and have not been returned.
-        batches: Number of batches that were returned.
-        random: Digest of the random state before the current batch.
-    """
+    """One iteration of a loader."""
 
     loader: _Loader
     number: int
-    indices: deque[Any] = field(default_factory=deque)
+    indices: deque[Any] = field(default_factory=deque)  # requested and not returned
     batches: int = 0
-    random: int = 0
+    random: int = 0  # state before the current batch
 
 
 class DataProbe:

@@ -36,23 +36,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Observer:
-    """Context in which a rank's actions are written to `rank-N.jsonl`.
-
-    Args:
-        folder: Folder of the files of all ranks.
-        rank: Rank of this process.
-        steps: Number of optimizer steps to observe; 0 for all.
-
-    Attributes:
-        step: Number of optimizer steps so far.
-        active: True until the last step that is observed.
-        busy: True while an observation is made.
-    """
+    """Context in which a rank's actions are written to `rank-N.jsonl`."""
 
     def __init__(self, folder: Path, rank: int, *, steps: int = 0) -> None:
-        self.step = 0
+        self.step = 0  # number of optimizer steps so far
         self.active = False
-        self._limit = steps
+        self._limit = steps  # 0 for all
         self._rank = rank
         self._path = folder / f"rank-{rank}.jsonl"
         self.busy = False

@@ -68,27 +68,16 @@ def differing(events: Sequence[Event], field: str) -> str | None:
 
 @dataclass
 class Epoch:
-    """One iteration of a data loader on a rank.
-
-    Attributes:
-        begin: Event of its begin.
-        batches: Events of its batches.
-        exhausted: Number of batches, if the loader reached its end.
-        trained: Number of forwards with gradients after its batches.
-    """
+    """One iteration of a data loader on a rank."""
 
     begin: Event
     batches: list[Event] = field(default_factory=list)
-    exhausted: int | None = None
-    trained: int = 0
+    exhausted: int | None = None  # number of batches, if the loader reached its end
+    trained: int = 0  # number of forwards with gradients after its batches
 
 
 class Run:
-    """Events of all ranks, in the order in which each rank wrote them.
-
-    Args:
-        events: Events by rank.
-    """
+    """Events of all ranks, in the order in which each rank wrote them."""
 
     def __init__(self, events: Sequence[Sequence[Event]]) -> None:
         self.events = events
@@ -148,10 +137,6 @@ class Run:
         """Yield the events of the model's ranks at each step of each optimizer, in order.
 
         Each event also has the fields of the model's state.
-
-        Args:
-            kind: "step" before it, or "stepped" after it.
-            model: Model that the optimizer has parameters of.
         """
         number = str(model.number)
         by_rank: list[dict[tuple[int, int], Event]] = [
@@ -302,17 +287,11 @@ _STDERR = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a checked program.
-
-    Attributes:
-        run: Records of all ranks.
-        failed: Rank and exit code of the ranks that failed by themselves.
-        stalled: True if the ranks were ended because nothing happened for too long.
-    """
+    """End of a checked program."""
 
     run: Run
-    failed: dict[int, int]
-    stalled: bool
+    failed: dict[int, int]  # exit codes of ranks that failed by themselves
+    stalled: bool  # nothing happened for too long
 
 
 def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) -> Outcome:

@@ -46,18 +46,13 @@ _WAIT_SECONDS = 0.5
 
 
 class Model:
-    """A wrapped module.
-
-    Attributes:
-        number: Number of wrappers made before it.
-        reduced: Ids of the parameters that required a gradient when it was wrapped.
-    """
+    """A wrapped module."""
 
     def __init__(self, number: int, wrapper: nn.Module) -> None:
         self.number = number
         self._wrapper = weakref.ref(wrapper)
         self.forwards = 0
-        self.reduced: set[int] = set()
+        self.reduced: set[int] = set()  # ids of what required a gradient when it was wrapped
 
     @property
     def wrapper(self) -> Any:
@@ -79,15 +74,7 @@ class Model:
 
 
 class Training:
-    """Observation of a rank's training.
-
-    Attributes:
-        optimizers: Optimizers that exist, with their numbers.
-        models: Wrapped modules by the ids of their wrappers.
-        inside: Wrappers whose forward is running, innermost last.
-        in_backward: True while backward runs.
-        gathered: Outputs and inputs of gathers in this step whose inputs need gradients.
-    """
+    """Observation of a rank's training."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -95,10 +82,11 @@ class Training:
         self._steps: dict[int, int] = {}
         self.models: dict[int, Model] = {}
         self._made = 0
-        self.inside: list[Model] = []
+        self.inside: list[Model] = []  # whose forward is running, innermost last
         self.in_backward = False
         self._scheduling = False
         self._saving_since = 0.0
+        # outputs and inputs of this step's gathers whose inputs need gradients
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
         self._forwards: list[tuple[Model, bool]] = []
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
@@ -562,11 +550,6 @@ def uses(loss: Any, gathered: Collection[Tensor], own: Tensor) -> bool:
     """Return True if a loss's graph saved gathered tensors without their gradients.
 
     Tensors that were concatenated or transposed are recognized by the sum of their bits.
-
-    Args:
-        loss: Loss.
-        gathered: Tensors of all ranks.
-        own: Tensor of this rank, which the loss may also use by itself.
     """
     sums = [(t.numel(), bit_sum(t)) for t in gathered]
     mask = (1 << 64) - 1

@@ -28,17 +28,10 @@ _WARM_UP, _TIMED = 15, 100  # first steps allocate memory and assign buckets aga
 
 @dataclass(frozen=True)
 class Result:
-    """Result of the demo on one rank.
-
-    Attributes:
-        digest: Digest of its parameters.
-        relative: Largest norm of a parameter's difference to the twin's over the parameter's norm;
-            0 on other ranks than 0.
-        times: Median seconds of a step of the slowest rank, by wrapper.
-    """
+    """Result of the demo on one rank."""
 
     digest: str
-    relative: float
+    relative: float  # largest relative difference to the twin, on rank 0
     times: dict[str, float]
 
 
@@ -48,14 +41,7 @@ def run(
     batch: int,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Result:
-    """Train, print each epoch on rank 0, and time steps; call it on each rank.
-
-    Args:
-        backend: Backend of the default group.
-        epochs: Number of passes over the data.
-        batch: Images per step, over all ranks.
-        wrap: Function that wraps the network; gradwire's class if None.
-    """
+    """Train, print each epoch on rank 0, and time steps; call it on each rank."""
     wrap = wrap or partial(DistributedDataParallel, bucket_cap_mb=_BUCKET_MB)
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels = load_digits()

@@ -145,14 +145,7 @@ def _show(console: Console, finding: Finding, style: str) -> None:
 
 
 def directories(target: str) -> list[Path]:
-    """Return the directories of dumps that running processes write to.
-
-    Args:
-        target: A directory, a process ID, or "all" for all processes of this user on this host.
-
-    Raises:
-        ArgumentError: `target` is no directory and no process, or nothing records.
-    """
+    """Return the directories of dumps that running processes write to."""
     if target != _ALL and not target.isdecimal():
         if not Path(target).is_dir():
             raise ArgumentError(
@@ -176,11 +169,7 @@ def _directory_of(pid: int) -> Path | None:
 
 
 def _ask(directory: Path) -> None:
-    """Ask the ranks of a running job for dumps, and wait for them; the job goes on.
-
-    Raises:
-        ArgumentError: The directory cannot be written to.
-    """
+    """Ask the ranks of a running job for dumps, and wait for them; the job goes on."""
     request = directory / REQUEST
     try:
         request.write_text("gradwire explain --live")

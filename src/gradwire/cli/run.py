@@ -127,11 +127,7 @@ def _show_verdict(directory: str | None) -> None:
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        click.UsageError: An option is wrong, or PROGRAM is missing.
-    """
+    """Parse the command line."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()

@@ -42,13 +42,7 @@ _OURS = re.compile(
 
 
 def run_program(options: argparse.Namespace) -> None:
-    """Run the program on all ranks of this host until they have ended.
-
-    Raises:
-        ArgumentError: An option has an invalid value.
-        ChildFailedError: A rank failed.
-        SignalException: This process was interrupted, and the ranks were stopped.
-    """
+    """Run the program on all ranks of this host until they have ended."""
     if _checked_count(options) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     if options.recorder == _NONE:
@@ -95,11 +89,7 @@ def records_by_default(options: argparse.Namespace) -> bool:
 
 
 def _checked_count(options: argparse.Namespace) -> int:
-    """Return the number of processes on this host.
-
-    Raises:
-        ArgumentError: torchrun's agent would fail on the program or number with a traceback.
-    """
+    """Return the number of processes, after checks without which torchrun shows a traceback."""
     program, processes = options.training_script, options.nproc_per_node
     a_file = not (options.module or options.no_python or program == "-")  # "-" is standard input
     if a_file and not os.path.exists(program):
@@ -153,11 +143,7 @@ def _prepare(timeline: Path) -> None:
 
 
 def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
-    """Return torchrun's agent, or a subclass that collects dumps if there is a directory.
-
-    Args:
-        directory: Directory that ranks write dumps to.
-    """
+    """Return torchrun's agent, or a subclass that collects dumps if there is a directory."""
     if directory is None:
         return LocalElasticAgent
     dumps = directory
@@ -195,14 +181,7 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
 
 
 def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int) -> None:
-    """Remove notes on this host's ranks before a restart, which starts new processes.
-
-    Args:
-        directory: Directory of the dumps.
-        exits: File in which this launcher noted exits.
-        ranks: Ranks that this host had before.
-        world_size: New world size; ranks beyond it will not replace their dumps.
-    """
+    """Remove notes on this host's ranks before a restart, which starts new processes."""
     exits.unlink(missing_ok=True)
     for path in directory.glob("start-*.json"):
         path.unlink(missing_ok=True)
