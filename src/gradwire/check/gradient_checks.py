@@ -69,15 +69,14 @@ class GatherWithoutGradient(Check):
     )
 
     def conclude(self, run: Run) -> Iterator[Finding]:
-        lines: dict[str, list[int]] = {}
+        found: dict[str, tuple[Event, set[int]]] = {}
         for rank in run.ranks:
             for event in run.of("gathered", rank):
-                lines.setdefault(event["line"], []).append(rank)
-        for line, ranks in lines.items():
-            at = next(e for e in run.of("gathered", ranks[0]) if e["line"] == line)
+                found.setdefault(event["line"], (event, set()))[1].add(rank)
+        for at, ranks in found.values():
             tensor = f"gathered tensor of shape {at['shape']}"
             text = "the gradients of the other ranks' tensors are lost"
-            yield self.found(text, at, sorted(set(ranks)), tensor=tensor)
+            yield self.found(text, at, sorted(ranks), tensor=tensor)
 
 
 class MeanOfMeans(Check):

@@ -107,8 +107,8 @@ class Run:
 
     def ended(self, rank: int) -> str:
         """Return how a rank's file ends: "end", "limit", "error", or "" if it was killed."""
-        kinds = [e["kind"] for e in self.events[rank] if e["kind"] in ("end", "limit", "error")]
-        return kinds[0] if kinds else ""
+        kinds = (event["kind"] for event in self.events[rank])
+        return next((kind for kind in kinds if kind in ("end", "limit", "error")), "")
 
     def replicas(self) -> list[Replicas]:
         """Return the wrapped modules in use, with at least two ranks that agree on parameters."""

@@ -207,9 +207,22 @@ class ParametersDiffer(Check):
             return
         if differing(after[-1], "parameters") is None:
             return
-        found = self._first(run, model)
-        if found is not None:
-            yield found
+        afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in after}
+        previous = f"wrapping at {_short(model.line)}"
+        for events in run.steps("step", model):
+            at = events[0]
+            name = differing(events, "parameters")
+            text = f"changed between {previous} and the step at {_short(at['line'])}"
+            if name is None:
+                stepped = afterwards.get((at["optimizer"], at["number"]), events)
+                name = differing(stepped, "parameters")
+                cause = name and differing(stepped, "gradients")
+                how = f"whose gradients of {cause} differ" if cause else "with equal gradients"
+                text = f"after optimizer.step(), {how}"
+            if name is not None:
+                yield self.found(text, at, model.ranks, tensor=name)
+                return
+            previous = f"the step at {_short(at['line'])}"
 
     def _always_reduced(self, run: Run, model: Replicas) -> bool:
         """Return True if each step of each rank follows a reduced backward."""
@@ -223,26 +236,6 @@ class ParametersDiffer(Check):
                     if state["owned"] and not reduced:
                         return False
         return True
-
-    def _first(self, run: Run, model: Replicas) -> Finding | None:
-        previous = f"wrapping at {_short(model.line)}"
-        afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in run.steps("stepped", model)}
-        for events in run.steps("step", model):
-            at = events[0]
-            name = differing(events, "parameters")
-            if name is not None:
-                text = f"changed between {previous} and the step at {_short(at['line'])}"
-                return self.found(text, at, model.ranks, tensor=name)
-            stepped = afterwards.get((at["optimizer"], at["number"]), events)
-            name = differing(stepped, "parameters")
-            if name is not None:
-                cause = differing(stepped, "gradients")
-                text = "after optimizer.step(), " + (
-                    f"whose gradients of {cause} differ" if cause else "with equal gradients"
-                )
-                return self.found(text, at, model.ranks, tensor=name)
-            previous = f"the step at {_short(at['line'])}"
-        return None
 
 
 def _short(line: str) -> str:
@@ -334,7 +327,11 @@ class EvaluationOnOneRank(Check):
 
     def conclude(self, run: Run) -> Iterator[Finding]:
         for model in run.replicas():
-            evaluations = {rank: self._by_step(run, model, rank) for rank in model.ranks}
+            evaluations: dict[int, dict[int, Event]] = {rank: {} for rank in model.ranks}
+            for rank, found in evaluations.items():
+                for event in run.of("forward", rank):
+                    if event["model"] == model.number and not event["gradients"]:
+                        found.setdefault(event["step"], event)
             for a in model.ranks:
                 for step, event in evaluations[a].items():
                     if not event["sends_buffers"]:
@@ -348,13 +345,6 @@ class EvaluationOnOneRank(Check):
                         text = f"rank {a} evaluates after step {step}, ranks {without} do not"
                         yield self.found(text, event, (a,))
                         return
-
-    def _by_step(self, run: Run, model: Replicas, rank: int) -> dict[int, Event]:
-        found: dict[int, Event] = {}
-        for event in run.of("forward", rank):
-            if event["model"] == model.number and not event["gradients"]:
-                found.setdefault(event["step"], event)
-        return found
 
     def _goes_on(self, run: Run, model: Replicas, rank: int, step: int) -> bool:
         """Return True if a rank trained, waited at a barrier or ended after its step."""
