@@ -25,20 +25,23 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "_to_" not in name and "_sc" not in name])
-def test_what_is_no_tensor(name):
+def refused(call, kind, message):
+    """Check that a call raises an error; say which one if it does not."""
+    try:
+        with pytest.raises(kind, match=message):
+            call()
+    except pytest.fail.Exception as failure:
+        raise AssertionError(f"{failure}: {message}") from None
+
+
+def test_what_is_no_tensor_and_sparse_tensors():
     def main():
-        with pytest.raises(ArgumentTypeError, match="x is a float: give a tensor"):
-            OPS[name](1.0)
-
-    run_ranks(main)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_sparse_tensors(name):
-    def main():
-        with pytest.raises(ArgumentError, match=r"layout torch.sparse_coo: give dense"):
-            OPS[name](torch.eye(2).to_sparse())
+        for name, op in OPS.items():
+            if "_to_" not in name and "_sc" not in name:
+                refused(lambda op=op: op(1.0), ArgumentTypeError, "x is a float: give a tensor")
+            sparse = torch.eye(2).to_sparse()
+            message = r"layout torch.sparse_coo: give dense"
+            refused(lambda op=op, x=sparse: op(x), ArgumentError, message)
 
     run_ranks(main)
 
@@ -117,86 +120,84 @@ LISTS = {
 }
 
 
+UNLIKE = [
+    (None, ArgumentTypeError, "is a NoneType: give a tensor, or a list"),
+    ([EYE, 1], ArgumentTypeError, r"\[1\] is a int: give a tensor"),
+    ([EYE] * 3, ArgumentError, "has 3 tensors: give one for each of 2 ranks"),
+    ([EYE, EYE.to_sparse()], ArgumentError, "layout torch.sparse_coo: give dense"),
+    ([EYE, EYE.double()], ArgumentError, r"\[1\] is torch.float64 on cpu, .* give all"),
+    ([EYE, EYE[0]], ArgumentError, r"\[1\] has shape \(4,\), .* differ in dim 0 only"),
+    ([EYE, EYE[:, 1:]], ArgumentError, r"\[1\] has shape \(4, 3\), .* differ in dim 0 only"),
+]
+
+
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize(
-    ("xs", "kind", "message"),
-    [
-        (None, ArgumentTypeError, "is a NoneType: give a tensor, or a list"),
-        ([EYE, 1], ArgumentTypeError, r"\[1\] is a int: give a tensor"),
-        ([EYE] * 3, ArgumentError, "has 3 tensors: give one for each of 2 ranks"),
-        ([EYE, EYE.to_sparse()], ArgumentError, "layout torch.sparse_coo: give dense"),
-        ([EYE, EYE.double()], ArgumentError, r"\[1\] is torch.float64 on cpu, .* give all"),
-        ([EYE, EYE[0]], ArgumentError, r"\[1\] has shape \(4,\), .* differ in dim 0 only"),
-        ([EYE, EYE[:, 1:]], ArgumentError, r"\[1\] has shape \(4, 3\), .* differ in dim 0 only"),
-    ],
-)
-def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
+def test_lists_whose_tensors_are_not_alike(name):
     def main():
-        with pytest.raises(kind, match=message):
-            LISTS[name](xs)
+        for xs, kind, message in UNLIKE:
+            refused(lambda xs=xs: LISTS[name](xs), kind, message)
 
     run_ranks(main)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: C.all_gather("x"), ArgumentTypeError, "x is a str"),
-        (lambda: C.vary(3), ArgumentTypeError, "x is a int"),
-        (lambda: C.shift(None), ArgumentTypeError, "x is a NoneType"),
-        (lambda: C.all_reduce(EYE, "mean"), ArgumentError, "op is 'mean': give one of sum"),
-        (lambda: C.all_reduce(EYE, 7), ArgumentTypeError, "op is 7"),
-        (lambda: C.all_reduce(EYE, dist.ReduceOp.BXOR), ArgumentError, "give integers"),
-        (lambda: C.all_reduce(EYE.long(), "avg"), ArgumentError, "give floating-point"),
-        (lambda: C.all_reduce(EYE.bool()), ArgumentError, "give band, bor"),
-        (lambda: C.all_reduce(EYE, "max", invariant=True), ArgumentError, "with sum or avg"),
-        (lambda: C.all_reduce(EYE, group="world"), ArgumentTypeError, "group is 'world'"),
-        (lambda: C.reduce(EYE), ArgumentError, "give dst"),
-        (lambda: C.reduce(EYE, 0, group_dst=0), ArgumentError, "both given"),
-        (lambda: C.reduce(EYE, 5), ArgumentError, "dst is global rank 5"),
-        (lambda: C.broadcast(EYE, group_src=-1), ArgumentError, "group_src is -1"),
-        (lambda: C.broadcast(None, 0), ArgumentTypeError, "on the root: give the tensor"),
-        (lambda: C.all_gather(EYE, 2), ArgumentError, "dim is 2"),
-        (lambda: C.all_gather(EYE, 3, stack=True), ArgumentError, "dim is 3"),
-        (lambda: C.all_gather(EYE, sizes=[2]), ArgumentError, "has size 4"),
-        (lambda: C.all_gather(EYE, sizes=[4, 4]), ArgumentError, "each of 1 ranks"),
-        (lambda: C.all_gather(EYE, sizes="guess"), ArgumentError, "sizes is 'guess'"),
-        (lambda: C.gather(EYE, 0, sizes=[3]), ArgumentError, "has size 4"),
-        (lambda: C.scatter(EYE, 0, sizes=[3]), ArgumentError, "xs has 4 in dim 0"),
-        (lambda: C.reduce_scatter(EYE, sizes=[3]), ArgumentError, "x has 4"),
-        (lambda: C.all_to_all(EYE, input_splits=[3]), ArgumentError, "x has 4 in dim 0"),
-        (lambda: C.all_to_all(EYE, input_splits=[-4]), ArgumentError, "≥ 0"),
-        (lambda: C.ppermute(EYE, [(0, 0), (0, 0)]), ArgumentError, "a source occurs twice"),
-        (lambda: C.ppermute(EYE, [(0, 1)]), ArgumentError, "a destination is not in the group"),
-        (lambda: C.all_gather(EYE, sizes=4), ArgumentTypeError, "sizes is 4: give a list with"),
-        (lambda: C.gather(EYE, 0, sizes=4, check=True), ArgumentTypeError, "sizes is 4: give a"),
-        (lambda: C.all_to_all(EYE, input_splits="a"), ArgumentTypeError, "input_splits is 'a'"),
-        (lambda: C.all_to_all([EYE], split_dim=1), ArgumentError, "split_dim 1.*omit these"),
-        (lambda: C.reduce_scatter([EYE], sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
-        (lambda: C.reduce_scatter([EYE], dim=2), ArgumentError, "dim is 2"),
-        (lambda: C.scatter([EYE], 0, sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
-        (lambda: C.scatter(EYE.to("meta"), 0), ArgumentError, "xs is on the meta device"),
-        (lambda: C.scatter([EYE.to("meta")], 0), ArgumentError, r"xs\[0\] is on the meta device"),
-        (lambda: C.broadcast(EYE.to("meta"), 0), ArgumentError, "x is on the meta device"),
-        (lambda: C.broadcast(EYE.to_sparse(), 0), ArgumentError, "layout torch.sparse_coo"),
-        (lambda: C.halo_exchange(None, 1), ArgumentTypeError, "x is a NoneType"),
-        (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one int, or a tuple"),
-        (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
-        (lambda: C.all_reduce(EYE + 0j, "max"), ArgumentError, "complex numbers are not ordered"),
-        (lambda: C.all_reduce(EYE.to(torch.complex32), "avg"), ArgumentError, "op is avg, .* conv"),
-        (lambda: C.ppermute(EYE, [0]), ArgumentTypeError, r"pairs is \[0\]: give a list of"),
-        (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
-        (lambda: C.barrier(3), ArgumentTypeError, "x is a int"),
-        (lambda: C.send(None, 0), ArgumentTypeError, "x is a NoneType"),
-        (lambda: C.tie(EYE, None), ArgumentTypeError, "token is a NoneType"),
-        (lambda: C.all_reduce_coalesced([EYE.to_sparse()]), ArgumentError, "leaf 0 of the tree"),
-        (lambda: C.reduce_scatter_coalesced([EYE[0, 0]]), ArgumentError, "a leaf is 0-d"),
-    ],
-)
-def test_wrong_arguments(call, kind, message):
+WRONG = [
+    (lambda: C.all_gather("x"), ArgumentTypeError, "x is a str"),
+    (lambda: C.vary(3), ArgumentTypeError, "x is a int"),
+    (lambda: C.shift(None), ArgumentTypeError, "x is a NoneType"),
+    (lambda: C.all_reduce(EYE, "mean"), ArgumentError, "op is 'mean': give one of sum"),
+    (lambda: C.all_reduce(EYE, 7), ArgumentTypeError, "op is 7"),
+    (lambda: C.all_reduce(EYE, dist.ReduceOp.BXOR), ArgumentError, "give integers"),
+    (lambda: C.all_reduce(EYE.long(), "avg"), ArgumentError, "give floating-point"),
+    (lambda: C.all_reduce(EYE.bool()), ArgumentError, "give band, bor"),
+    (lambda: C.all_reduce(EYE, "max", invariant=True), ArgumentError, "with sum or avg"),
+    (lambda: C.all_reduce(EYE, group="world"), ArgumentTypeError, "group is 'world'"),
+    (lambda: C.reduce(EYE), ArgumentError, "give dst"),
+    (lambda: C.reduce(EYE, 0, group_dst=0), ArgumentError, "both given"),
+    (lambda: C.reduce(EYE, 5), ArgumentError, "dst is global rank 5"),
+    (lambda: C.broadcast(EYE, group_src=-1), ArgumentError, "group_src is -1"),
+    (lambda: C.broadcast(None, 0), ArgumentTypeError, "on the root: give the tensor"),
+    (lambda: C.all_gather(EYE, 2), ArgumentError, "dim is 2"),
+    (lambda: C.all_gather(EYE, 3, stack=True), ArgumentError, "dim is 3"),
+    (lambda: C.all_gather(EYE, sizes=[2]), ArgumentError, "has size 4"),
+    (lambda: C.all_gather(EYE, sizes=[4, 4]), ArgumentError, "each of 1 ranks"),
+    (lambda: C.all_gather(EYE, sizes="guess"), ArgumentError, "sizes is 'guess'"),
+    (lambda: C.gather(EYE, 0, sizes=[3]), ArgumentError, "has size 4"),
+    (lambda: C.scatter(EYE, 0, sizes=[3]), ArgumentError, "xs has 4 in dim 0"),
+    (lambda: C.reduce_scatter(EYE, sizes=[3]), ArgumentError, "x has 4"),
+    (lambda: C.all_to_all(EYE, input_splits=[3]), ArgumentError, "x has 4 in dim 0"),
+    (lambda: C.all_to_all(EYE, input_splits=[-4]), ArgumentError, "≥ 0"),
+    (lambda: C.ppermute(EYE, [(0, 0), (0, 0)]), ArgumentError, "a source occurs twice"),
+    (lambda: C.ppermute(EYE, [(0, 1)]), ArgumentError, "a destination is not in the group"),
+    (lambda: C.all_gather(EYE, sizes=4), ArgumentTypeError, "sizes is 4: give a list with"),
+    (lambda: C.gather(EYE, 0, sizes=4, check=True), ArgumentTypeError, "sizes is 4: give a"),
+    (lambda: C.all_to_all(EYE, input_splits="a"), ArgumentTypeError, "input_splits is 'a'"),
+    (lambda: C.all_to_all([EYE], split_dim=1), ArgumentError, "split_dim 1.*omit these"),
+    (lambda: C.reduce_scatter([EYE], sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
+    (lambda: C.reduce_scatter([EYE], dim=2), ArgumentError, "dim is 2"),
+    (lambda: C.scatter([EYE], 0, sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
+    (lambda: C.scatter(EYE.to("meta"), 0), ArgumentError, "xs is on the meta device"),
+    (lambda: C.scatter([EYE.to("meta")], 0), ArgumentError, r"xs\[0\] is on the meta device"),
+    (lambda: C.broadcast(EYE.to("meta"), 0), ArgumentError, "x is on the meta device"),
+    (lambda: C.broadcast(EYE.to_sparse(), 0), ArgumentError, "layout torch.sparse_coo"),
+    (lambda: C.halo_exchange(None, 1), ArgumentTypeError, "x is a NoneType"),
+    (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one int, or a tuple"),
+    (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
+    (lambda: C.all_reduce(EYE + 0j, "max"), ArgumentError, "complex numbers are not ordered"),
+    (lambda: C.all_reduce(EYE.to(torch.complex32), "avg"), ArgumentError, "op is avg, .* conv"),
+    (lambda: C.ppermute(EYE, [0]), ArgumentTypeError, r"pairs is \[0\]: give a list of"),
+    (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
+    (lambda: C.barrier(3), ArgumentTypeError, "x is a int"),
+    (lambda: C.send(None, 0), ArgumentTypeError, "x is a NoneType"),
+    (lambda: C.tie(EYE, None), ArgumentTypeError, "token is a NoneType"),
+    (lambda: C.all_reduce_coalesced([EYE.to_sparse()]), ArgumentError, "leaf 0 of the tree"),
+    (lambda: C.reduce_scatter_coalesced([EYE[0, 0]]), ArgumentError, "a leaf is 0-d"),
+]
+
+
+def test_wrong_arguments():
     def main():
-        with pytest.raises(kind, match=message):
-            call()
+        for call, kind, message in WRONG:
+            refused(call, kind, message)
 
     run_ranks(main, 1)
 

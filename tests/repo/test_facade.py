@@ -39,7 +39,7 @@ def test_the_facade_has_what_most_scripts_need() -> None:
 @pytest.mark.wide
 def test_the_packages_are_there_without_another_import() -> None:
     """As the facade's docstring says: `gradwire.hooks.fp16` after `import gradwire`."""
-    code = "import gradwire as g; g.collectives.scan, g.hooks.fp16, g.ddp, g.devices, g.errors"
+    code = "import gradwire as g; g.collectives.shift, g.hooks.fp16, g.ddp, g.devices, g.errors"
     subprocess.check_call([sys.executable, "-c", code], timeout=60)
 
 

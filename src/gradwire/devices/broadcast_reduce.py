@@ -97,8 +97,7 @@ def broadcast_coalesced(
     """Copy many tensors to every device, packing small ones into buffers.
 
     This is a differentiable `torch.nn.parallel.comm.broadcast_coalesced`, within one process.
-    Between processes, use `gradwire.ddp.broadcast_coalesced` or
-    `gradwire.collectives.broadcast_coalesced`.
+    Between processes, use `gradwire.ddp.broadcast_coalesced`.
 
     Args:
         tensors: Dense or sparse tensors of any shapes and dtypes, on the first of `devices`.

@@ -5,8 +5,9 @@ from gradwire.hooks.averaging import all_reduce, bf16, compress, fp16, wrap
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.bucket import with_buffer as with_buffer
 from gradwire.hooks.hosts import HostGroups, across_hosts, host_groups
-from gradwire.hooks.interface import CommHook, HookReturn, StatefulHook
+from gradwire.hooks.interface import CommHook, StatefulHook
 from gradwire.hooks.interface import DelegatingHook as DelegatingHook
+from gradwire.hooks.interface import HookReturn as HookReturn
 from gradwire.hooks.interface import as_future as as_future
 from gradwire.hooks.interface import bind_hook as bind_hook
 from gradwire.hooks.interface import check_hook as check_hook
@@ -23,7 +24,6 @@ __all__ = [
     "BlockQuantization",
     "CommHook",
     "GradBucket",
-    "HookReturn",
     "HostGroups",
     "StatefulHook",
     "across_hosts",
