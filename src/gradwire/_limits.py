@@ -88,7 +88,7 @@ def oom_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 _CHECKED_FROM = 4 << 20
 """Minimum size that is checked: a check takes 0.3 ms, as long as allocating about 1 MiB."""
 _CACHES = ("inactive_file", "active_file", "slab_reclaimable")
-"""Caches of a cgroup that count as available, as in the host's MemAvailable."""
+"""Caches that a cgroup is charged for and the kernel reclaims, as in the host's MemAvailable."""
 _CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 2 and version 1
     ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "no file", "no file"),
@@ -122,19 +122,15 @@ def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) ->
             swap_limit, swap_use = (_number_in(folder / name) for name in swap_files)
             if swap_limit is not None and swap_use is not None:
                 swap = min(swap, max(0, swap_limit - swap_use))
-            left = limit - use + _reclaimable(folder) + swap
+            charged = _table(folder / "memory.stat")  # version 1: "total_" is with descendants
+            caches = sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
+            left = limit - use + caches + swap
             _check(f"its memory limit ({folder})", size, left)
 
 
 def _check(name: str, size: int, left: int) -> None:
     if size > left:
         raise MemoryError(f"{name} leaves {max(0, left)} bytes")
-
-
-def _reclaimable(folder: Path) -> int:
-    """Return the bytes that a cgroup is charged for and the kernel reclaims on demand."""
-    charged = _table(folder / "memory.stat")  # in version 1, "total_" is the sum over descendants
-    return sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
 
 
 def _table(file: Path) -> dict[str, int]:

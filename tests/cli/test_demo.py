@@ -19,7 +19,7 @@ from gradwire.testing import run_ranks
 
 FOREVER = ("-m", "gradwire", "demo", "--epochs", "100000")
 FIRST_EPOCH = "1/100000 "
-RIGHT = Result("a1", 2e-7, {"without communication": 0.002, "gradwire": 0.003})
+RIGHT = Result(b"a1", 2e-7, {"without communication": 0.002, "gradwire": 0.003})
 
 
 @pytest.mark.wide
@@ -104,7 +104,7 @@ def test_failures_of_results():
         (said,) = failures([wrong, RIGHT])
         assert "more than rounding" in said
         assert f"FAILED: {said}" in report([wrong, RIGHT])
-    (said,) = failures([RIGHT, dataclasses.replace(RIGHT, digest="b2")])
+    (said,) = failures([RIGHT, dataclasses.replace(RIGHT, digest=b"b2")])
     assert "different parameters" in said
 
 

@@ -8,7 +8,6 @@ maxima, have no corner at which a rounding error could become a large one.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire._digest import digest
 from gradwire.ddp import DistributedDataParallel
 
 _TEST = 360
@@ -30,7 +30,7 @@ _WARM_UP, _TIMED = 15, 100  # first steps allocate memory and assign buckets aga
 class Result:
     """Result of the demo on one rank."""
 
-    digest: str
+    digest: bytes
     relative: float  # largest relative difference to the twin, on rank 0
     times: dict[str, float]
 
@@ -69,12 +69,9 @@ def run(
             right = (guesses == labels[:_TEST]).float().mean().item()
             line = f"{f'{epoch}/{epochs}':>8}   {loss.item():6.4f}   {right:>13.1%}   "
             print(f"{line}{absolute:>30.1e}", flush=True)
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
     share = torch.arange(_TEST + rank, _TEST + batch, world, dtype=torch.int64)
     times = time_steps(backend, wrap, images[share], labels[share])
-    return Result(digest.hexdigest(), relative, times)
+    return Result(digest(model.parameters()), relative, times)
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
