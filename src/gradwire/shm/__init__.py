@@ -2,7 +2,7 @@
 
 from gradwire._torch import warn_if_untested
 from gradwire.shm.engine import Options
-from gradwire.shm.process_group import Operations as Operations
+from gradwire.shm.operations import Operations as Operations
 from gradwire.shm.process_group import ShmProcessGroup as ShmProcessGroup
 from gradwire.shm.process_group import join as join
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams

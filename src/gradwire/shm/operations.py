@@ -1,9 +1,15 @@
-"""Operations of a group that reduce: all_reduce, reduce and reduce_scatter, in all forms."""
+"""All operations of a group, as torch.distributed calls them, and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import atexit
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,10 +26,12 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
+from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError
+from gradwire.recorder import RecordedGroup
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.reduction import HALF, SUM, check_reduction, number_of
-from gradwire.shm.shm_group import UNOBSERVED, Group, State, check_root, kept
+from gradwire.shm.shm_group import UNOBSERVED, Group, Observer, State, check_root, kept
 from gradwire.shm.tensors import (
     check_parts,
     check_results,
@@ -48,10 +56,58 @@ from gradwire.shm.tensors import (
 # mypy: disable-error-code="override,assignment"
 
 
-class Reductions:
-    """Operations of a group that reduce."""
+_GROUPS: WeakSet[Operations] = WeakSet()
+"""All groups of this process, for its handlers at fork and at exit."""
+_AWAITING = (
+    *("broadcast", "allreduce", "allreduce_sparse", "reduce", "allgather", "all_gather_single"),
+    *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "send", "recv"),
+    *("recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"),
+)
+_JOINED: set[Operations] = set()
+"""Groups that this rank has not left: PyTorch's C++ keeps only their C++ part alive."""
 
-    _group: Group
+
+def _awaited(value: Any) -> Any:
+    """Return a tensor, or nested lists of tensors, after waiting for pending results."""
+    if isinstance(value, list):
+        new = [_awaited(v) for v in value]
+        return value if all(n is v for n, v in zip(new, value, strict=True)) else new
+    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
+
+
+def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an operation accept pending results of functional collectives."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ArgumentError:  # raised before anything is sent: a pending result has no memory
+            awaited = [_awaited(arg) for arg in args]
+            if all(new is old for new, old in zip(awaited, args, strict=True)):
+                raise
+        return method(self, *awaited, **kwargs)
+
+    return call
+
+
+def _with_awaited_tensors(cls: type[Any]) -> type[Any]:
+    for name in _AWAITING:
+        setattr(cls, name, _awaiting(getattr(cls, name)))
+    return cls
+
+
+@outside_graphs
+@_with_awaited_tensors
+class Operations:
+    """All operations of a group, and its end."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, group.recorded = group, RecordedGroup(self)
+        _GROUPS.add(self)
+        _JOINED.add(self)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
@@ -164,68 +220,6 @@ class Reductions:
         check_transfer(blocks, [output])
         check_reduction(op, output.dtype)
         return op
-
-
-def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
-    """Set a sparse COO tensor to the sum over all ranks, coalesced.
-
-    The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
-    accumulated in float32 and rounded once.
-
-    Args:
-        state: State of the group.
-        size: Number of ranks.
-        tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
-        op: Number of SUM.
-    """
-    own = tensor.detach().coalesce()
-    dims = own.sparse_dim()
-    described = checksum([NUMBERS[own.dtype], dims, *own.shape])
-    count = torch.tensor([own._nnz()], dtype=torch.int64)
-    counts = torch.empty(size, dtype=torch.int64)
-    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=described)
-    state.exchange(call, [count], counts.split(1), shared=True)
-    sizes: list[int] = counts.tolist()
-    keys = _gather(state, _keys(own), sizes)
-    values = _gather(state, own.values(), sizes)
-    distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
-    wide = torch.float32 if own.dtype in HALF else own.dtype
-    total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
-    for where, entries in zip(inverse.split(sizes), values, strict=True):
-        total.index_add_(0, where, entries.to(wide))
-    indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
-    result = torch.sparse_coo_tensor(
-        indices, total.to(own.dtype), own.shape, is_coalesced=True, check_invariants=False
-    )
-    with torch.no_grad():
-        tensor.copy_(result)
-
-
-def _keys(own: Tensor) -> Tensor:
-    """Return the flat index of each entry in the sparse dims."""
-    keys = torch.zeros(own._nnz(), dtype=torch.int64)
-    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
-        keys.mul_(length).add_(index)
-    return keys
-
-
-def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Gather tensors whose numbers of rows differ."""
-    flat = own.contiguous().view(-1)
-    each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
-    flats = [tensor.view(-1) for tensor in each]
-    state.exchange_blocks("all_gather", [flat], flats, shared=True)
-    return each
-
-
-# torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="override,assignment"
-
-
-class Movement:
-    """Operations of a group that move values."""
-
-    _group: Group
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
         """Copy the root's tensors to every rank's, in one operation."""
@@ -393,3 +387,164 @@ class Movement:
             group.state.barrier("monitored_barrier")
 
         group.submit(job, [], opts, op="barrier").wait()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor; between hosts, it must not change until the handle was waited for."""
+        return self._group.messages.send(self._group, tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Fill a tensor with the next message of this tag from rank `src`."""
+        return self._group.messages.receive(self._group, tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Fill a tensor with the next message of this tag from any rank."""
+        return self._group.messages.receive(self._group, tensors, None, tag)
+
+    # names in torch before 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- properties ---
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return "shm"
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of operations without their own."""
+        return timedelta(seconds=self._group.seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations without their own."""
+        self._group.seconds = timeout.total_seconds()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of submitted collectives, equal on ranks that are in step."""
+        return self._group.submitted
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share memory with each other: those of each host."""
+        return self._group.teams
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error of the operation that made the group unusable, to be raised; None if usable."""
+        return self._group.failure
+
+    @property
+    def observer(self) -> Observer | None:
+        """Function called with each collective at its submission, or None."""
+        return self._group.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._group.observer = observer
+
+    def marked(self, mark: int) -> AbstractContextManager[None]:
+        """Send a mark with the next collective that this thread submits; see `Group.marked`."""
+        return self._group.marked(mark)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate bytes in memory that the ranks of this host share."""
+        self._group.check_usable()
+        return self._group.state.allocate(nbytes)
+
+    # --- leaving ---
+
+    def shutdown(self) -> None:
+        """Leave the group; peers that still wait for this rank get an error."""
+        _JOINED.discard(self)
+        self._group.leave("the group was destroyed on this rank: make a new one")
+
+    def abort(self) -> None:
+        """Leave the group at once; pending operations fail."""
+        _JOINED.discard(self)
+        self._group.abort_and_leave()
+
+    def leave_at_exit(self) -> None:
+        """Leave the group when the process ends."""
+        # an operation in which all ranks take part still ends; a wait for absent ranks must not
+        # delay the process's exit
+        self._group.abort("the process of this rank ends")
+        self.shutdown()
+
+    def leave_in_child(self) -> None:
+        """Make the group unusable in a forked child."""
+        self._group.leave_in_child()
+
+
+def _at_exit() -> None:
+    """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
+    for group in list(_GROUPS):
+        group.leave_at_exit()
+
+
+def _in_child() -> None:
+    for group in list(_GROUPS):
+        group.leave_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
+    """Set a sparse COO tensor to the sum over all ranks, coalesced.
+
+    The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
+    accumulated in float32 and rounded once.
+
+    Args:
+        state: State of the group.
+        size: Number of ranks.
+        tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
+        op: Number of SUM.
+    """
+    own = tensor.detach().coalesce()
+    dims = own.sparse_dim()
+    described = checksum([NUMBERS[own.dtype], dims, *own.shape])
+    count = torch.tensor([own._nnz()], dtype=torch.int64)
+    counts = torch.empty(size, dtype=torch.int64)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=described)
+    state.exchange(call, [count], counts.split(1), shared=True)
+    sizes: list[int] = counts.tolist()
+    keys = _gather(state, _keys(own), sizes)
+    values = _gather(state, own.values(), sizes)
+    distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
+    wide = torch.float32 if own.dtype in HALF else own.dtype
+    total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
+    for where, entries in zip(inverse.split(sizes), values, strict=True):
+        total.index_add_(0, where, entries.to(wide))
+    indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
+    result = torch.sparse_coo_tensor(
+        indices, total.to(own.dtype), own.shape, is_coalesced=True, check_invariants=False
+    )
+    with torch.no_grad():
+        tensor.copy_(result)
+
+
+def _keys(own: Tensor) -> Tensor:
+    """Return the flat index of each entry in the sparse dims."""
+    keys = torch.zeros(own._nnz(), dtype=torch.int64)
+    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
+        keys.mul_(length).add_(index)
+    return keys
+
+
+def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Gather tensors whose numbers of rows differ."""
+    flat = own.contiguous().view(-1)
+    each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
+    flats = [tensor.view(-1) for tensor in each]
+    state.exchange_blocks("all_gather", [flat], flats, shared=True)
+    return each
+
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"

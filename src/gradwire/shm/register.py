@@ -25,8 +25,9 @@ from gradwire._torch import PYTHON_BACKENDS, BackendBase
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.across_hosts import AcrossHosts, Team
 from gradwire.shm.engine import Options, Transport
+from gradwire.shm.operations import Operations
 from gradwire.shm.point_to_point import EngineMessages
-from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup, join
+from gradwire.shm.process_group import ShmBackend, ShmProcessGroup, join
 from gradwire.shm.rendezvous import Forming, Teams, connect_all, report_failure
 from gradwire.shm.semaphores import has_semaphores
 from gradwire.shm.shm_group import Group
