@@ -120,7 +120,7 @@ def spins_when_pinned(cores: list[int]) -> bool:
     try:
         group = dist.new_group(backend="shm")
         dist.barrier(group)
-        return shm_backend_of(group)._group.state._spins > 1
+        return shm_backend_of(group).state._spins > 1
     finally:
         os.sched_setaffinity(0, usable)
 
@@ -141,9 +141,7 @@ def messages_when_pinned(cores: list[int]) -> list[bool]:
                 assert (received == peer * 10.0 + rank).all()
             for work in sent:
                 work.wait()
-        rings = [
-            shm_backend_of(group)._group.messages.incoming[peer]._arrivals.ring for peer in others
-        ]
+        rings = [shm_backend_of(group).messages.incoming[peer]._arrivals.ring for peer in others]
         return [ring._filled._spins > 1 for ring in rings]
     finally:
         os.sched_setaffinity(0, usable)

@@ -182,7 +182,7 @@ def crowded_send():
     """A message whose descriptor the kernel does not take at once is late; no rank is lost."""
     group, x = dist.group.WORLD, torch.ones(100_000)
     if dist.get_rank() == 0:
-        links = shm_backend_of(group)._group.state.links
+        links = shm_backend_of(group).state.links
         socket, refusals = links._peers[1], [1, 2, 3]
 
         class Reluctant:

@@ -42,7 +42,7 @@ def lost_before_an_allocation():
     dist.barrier()
     if dist.get_rank() == 1:
         return None
-    links = shm_backend_of(group)._group.state.links
+    links = shm_backend_of(group).state.links
     with links.changed:
         assert links.changed.wait_for(lambda: links.lost, 10.0)
     gc.collect()
@@ -145,7 +145,7 @@ def interrupted_by(error):
             dist.all_reduce(torch.ones(3), group=group)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_backend_of(group)._group.state, "announce", handler)
+        patch.setattr(shm_backend_of(group).state, "announce", handler)
         with pytest.raises(type(error)) as raised:
             dist.all_reduce(torch.ones(3), group=group)
     assert raised.value is error

@@ -42,7 +42,7 @@ def prepared_beside_ordinary():
             dist.all_reduce(gaps, op)
             assert str(x.tolist()) == str(gaps.tolist()), (shape, dtype, op)
         assert x._version >= version + 3 or not x.numel()
-    assert shm_backend_of(dist.group.WORLD)._group.known._of
+    assert shm_backend_of(dist.group.WORLD).known._of
 
 
 @pytest.mark.narrow({"world": 2})
@@ -53,12 +53,12 @@ def test_cached_calls_give_the_same_bits(world):
 
 def after_one_another():
     group = shm_backend_of(dist.group.WORLD)
-    most = group._group.state.inline_bytes // 4
+    most = group.state.inline_bytes // 4
     for _ in range(2):
-        assert not any(group._group.known._of.values())
+        assert not any(group.known._of.values())
         for count in (0, 1, most, most + 1):  # the last does not travel with the header
             dist.all_reduce(torch.ones(count))
-    assert [known is not None for known in group._group.known._of.values()] == [
+    assert [known is not None for known in group.known._of.values()] == [
         False,
         True,
         True,
@@ -68,7 +68,7 @@ def after_one_another():
         x = torch.ones(count)
         dist.all_reduce(x)
         assert x.eq(2).all()
-    assert len(group._group.known._of) <= 256
+    assert len(group.known._of) <= 256
     with pytest.raises(MismatchError, match="number of elements"):
         dist.all_reduce(torch.ones(3 + dist.get_rank()))
     with pytest.raises(MismatchError, match="different collectives"):
@@ -86,7 +86,7 @@ def after_one_another():
     assert [number.item() for number in numbers] == [2, 4, 6, 8, 10]
     assert y.item() == 2
     dist.destroy_process_group()
-    assert not group._group.known._of
+    assert not group.known._of
 
 
 def test_the_cache_is_bounded_and_errors_are_the_same():

@@ -146,7 +146,7 @@ def short_of(what):
     deadline = time.monotonic() + 5
     while (
         dist.get_rank() == 1
-        and not shm_backend_of(group)._group.state.links.lost
+        and not shm_backend_of(group).state.links.lost
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)

@@ -67,7 +67,7 @@ def waits_on_one_core(core: int) -> bool:
     """Whether, in a group of spinning ranks, what was sent arrives when both are on one core."""
     group = dist.new_group(backend="shm")
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    state = shm_backend_of(group)._group.state
+    state = shm_backend_of(group).state
     assert state._spins == semaphores._SPINS
     dist.barrier()
     with pinned_to(core):

@@ -61,7 +61,7 @@ def store_of_the_group():
 def taking_nothing(source):
     """Whatever this rank is sent by `source` meanwhile stays in the ring, and with the links."""
     incoming, turn = (
-        shm_backend_of(dist.group.WORLD)._group.messages.incoming[source],
+        shm_backend_of(dist.group.WORLD).messages.incoming[source],
         threading.Lock(),
     )
     with turn:
@@ -373,7 +373,7 @@ def at_the_end_of_a_wait(patch):
 def amid_a_look(patch):
     """What another thread asked it to look for meanwhile is found."""
     incoming, take_all = (
-        shm_backend_of(dist.group.WORLD)._group.messages.incoming[0],
+        shm_backend_of(dist.group.WORLD).messages.incoming[0],
         arrivals.Arrivals.take_all,
     )
     future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
@@ -401,7 +401,7 @@ def as_nobody_wants(patch):
         futures.append(dist.irecv(torch.zeros(1), 0, tag=2).get_future())
         want(ring, wanted)
 
-    incoming = shm_backend_of(dist.group.WORLD)._group.messages.incoming[0]
+    incoming = shm_backend_of(dist.group.WORLD).messages.incoming[0]
     patch.setattr(MessageRing, "want", handled)
     incoming.unwant(None)
     store_of_the_group().set("wanted", "")
@@ -526,7 +526,7 @@ def leaves_after_messages():
         shm_backend_of(group).shutdown()
         return []
     dist.recv(torch.zeros(1), 1, group=group)
-    links, wait = shm_backend_of(group)._group.state.links, MessageRing.wait
+    links, wait = shm_backend_of(group).state.links, MessageRing.wait
 
     def late(ring, seconds):
         store.set("waits", "")
@@ -561,7 +561,7 @@ def received_from_any_rank_as_all_leave():
         return None
     for source in (1, 2):
         dist.recv(x, source, group=group)
-    links, look = shm_backend_of(group)._group.state.links, Incoming.poll
+    links, look = shm_backend_of(group).state.links, Incoming.poll
     looks = threading.Event()
 
     def late(incoming):
@@ -816,7 +816,7 @@ def aborted_before_it_is_posted(src):
         return posted(*fields)
 
     point_to_point.PostedReceive = late
-    work = group._group.messages.receive(group._group, [torch.zeros(1)], src, 0)
+    work = group.messages.receive(group, [torch.zeros(1)], src, 0)
     point_to_point.PostedReceive = posted
     with pytest.raises(BrokenGroupError):
         work.wait(timedelta(seconds=3))

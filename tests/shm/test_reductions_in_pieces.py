@@ -89,7 +89,7 @@ def reduce_through(number, count):
         assert torch.equal(out, whole[rank * each :][:each])
     finally:
         meeting.ring_for = chosen
-    return list(shm_backend_of(dist.group.WORLD)._group.state._staging)
+    return list(shm_backend_of(dist.group.WORLD).state._staging)
 
 
 @pytest.mark.parametrize("number", range(len(RINGS)))

@@ -89,7 +89,7 @@ def sequence(steps, seed, crowded):
     groups = {
         name: (ranks, dist.new_group(ranks, backend="shm")) for name, ranks in SUBSETS.items()
     }
-    assert not crowded or shm_backend_of(groups["all"][1])._group.state._crowded
+    assert not crowded or shm_backend_of(groups["all"][1]).state._crowded
     flying = []
     chance = random.Random(seed + dist.get_rank())  # ranks wait at different times
     for salt, (kind, count, inside, subset) in enumerate(steps):

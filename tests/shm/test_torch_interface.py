@@ -106,7 +106,7 @@ def absent():
 
 
 def _links(group):
-    return shm_backend_of(group)._group.state.links
+    return shm_backend_of(group).state.links
 
 
 def test_monitored_barrier_names_missing_ranks():
@@ -168,7 +168,7 @@ def large_beside_others():
                 end_beside_it(work)
         assert out.eq(world - 1).all()
         assert back.eq(world * (world - 1)).all()
-    state = shm_backend_of(dist.group.WORLD)._group.state
+    state = shm_backend_of(dist.group.WORLD).state
     asked = {32}  # MiB, by threads
     if rank:
         asked |= {2, 32} if state._crowded else {2, 6}  # by a main thread: of reductions the 2
@@ -203,8 +203,7 @@ def large_while_the_main_thread_waits():
         dist.all_reduce(x)
     assert x.eq(3.0).all()
     return [
-        len(region) >> 20
-        for region in shm_backend_of(dist.group.WORLD)._group.state._staging.values()
+        len(region) >> 20 for region in shm_backend_of(dist.group.WORLD).state._staging.values()
     ]
 
 

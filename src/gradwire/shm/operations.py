@@ -1,15 +1,10 @@
-"""All operations of a group, as torch.distributed calls them, and its end."""
+"""All operations of a group, as torch.distributed calls them."""
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,10 +23,9 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError
-from gradwire.recorder import RecordedGroup
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.reduction import HALF, SUM, check_reduction, number_of
-from gradwire.shm.shm_group import UNOBSERVED, Group, Observer, State, check_root, kept
+from gradwire.shm.shm_group import UNOBSERVED, Group, State, kept
 from gradwire.shm.tensors import (
     check_parts,
     check_results,
@@ -56,8 +50,6 @@ from gradwire.shm.tensors import (
 # mypy: disable-error-code="override,assignment"
 
 
-_GROUPS: WeakSet[Operations] = WeakSet()
-"""All groups of this process, for its handlers at fork and at exit."""
 _AWAITING = (
     *("broadcast", "allreduce", "allreduce_sparse", "reduce", "allgather", "all_gather_single"),
     *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single"),
@@ -65,8 +57,6 @@ _AWAITING = (
     *("recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"),
 )
-_JOINED: set[Operations] = set()
-"""Groups that this rank has not left: PyTorch's C++ keeps only their C++ part alive."""
 
 
 def _awaited(value: Any) -> Any:
@@ -101,22 +91,17 @@ def _with_awaited_tensors(cls: type[Any]) -> type[Any]:
 
 @outside_graphs
 @_with_awaited_tensors
-class Operations:
-    """All operations of a group, and its end."""
-
-    def __init__(self, group: Group) -> None:
-        self._group, group.recorded = group, RecordedGroup(self)
-        _GROUPS.add(self)
-        _JOINED.add(self)
+class Operations(Group):
+    """All operations of a self."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
-        group, opts = self._group, opts or AllreduceOptions()
+        opts = opts or AllreduceOptions()
         if len(tensors) == 1 and is_ordinary(tensors[0]):
             number = number_of(opts.reduceOp.op)
-            known = group.known
+            known = self.known
             if known is not None and (call := known.find(tensors[0], number)) is not None:
-                return group.submit_known(call, tensors, opts, number)
+                return self.submit_known(call, tensors, opts, number)
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts)
@@ -127,7 +112,6 @@ class Operations:
         Raises:
             ArgumentError: The reduce op is not SUM, or the tensor is not in COO layout.
         """
-        group = self._group
         opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
         check_sparse(tensor)
@@ -136,20 +120,19 @@ class Operations:
             raise ArgumentError("sparse tensors support only SUM: pass to_dense()")
 
         def job() -> None:
-            _all_reduce_sparse(group.state, group.size, tensor, op)
+            _all_reduce_sparse(self.state, self.state.size, tensor, op)
 
         observed = ("allreduce_", 0, op, [tensors])
-        return group.submit(job, tensors, opts, observed, op="all_reduce")
+        return self.submit(job, tensors, opts, observed, op="all_reduce")
 
     allreduce_coalesced = allreduce  # a list is one operation
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Set the root's tensor to the reduction; other ranks' tensors keep their values."""
         opts = opts or ReduceOptions()
-        return self._reduce("reduce", tensors, opts, check_root(opts.rootRank, self._group.size))
+        return self._reduce("reduce", tensors, opts, self._root(opts.rootRank))
 
     def _reduce(self, kind: str, tensors: list[Tensor], opts: Any, root: int = -1) -> Work:
-        group = self._group
         op = number_of(opts.reduceOp.op)
         check_results(tensors)
         for tensor in tensors:
@@ -162,12 +145,12 @@ class Operations:
                 flats = [flat.clone() for flat in flats]
             for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=number)
-                group.state.reduce(call, flat)
-                if root in (-1, group.rank):
+                self.state.reduce(call, flat)
+                if root in (-1, self.state.rank):
                     write_back(tensor, flat)
 
         observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), op, [tensors])
-        return group.submit(job, tensors, opts, observed, op=kind)
+        return self.submit(job, tensors, opts, observed, op=kind)
 
     def reduce_scatter(
         self,
@@ -176,17 +159,19 @@ class Operations:
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """Set each rank's output to the reduction of its entries in all ranks' lists."""
-        group, opts = self._group, opts or ReduceScatterOptions()
-        output, blocks = only(outputs), one_each(only(inputs), group.size, "input_list")
+        opts = opts or ReduceScatterOptions()
+        output, blocks = only(outputs), one_each(only(inputs), self.state.size, "input_list")
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             out = only(results)
-            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * group.size)
-            group.state.reduce_scatter(call, flats, out, base=common_base(flats))
+            call = Call(
+                "reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self.state.size
+            )
+            self.state.reduce_scatter(call, flats, out, base=common_base(flats))
 
-        return group.submit_into(outputs, fill, opts, "reduce_scatter", blocks)
+        return self.submit_into(outputs, fill, opts, "reduce_scatter", blocks)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
@@ -198,22 +183,22 @@ class Operations:
         self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Run `reduce_scatter_single` for several tensors in one operation."""
-        group, opts = self._group, opts or ReduceScatterOptions()
+        opts = opts or ReduceScatterOptions()
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
-            check_parts(whole=source, part=output, size=group.size)
+            check_parts(whole=source, part=output, size=self.state.size)
         number = checksum_of(outputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             for out, flat in zip(results, flats, strict=True):
                 call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=number)
-                blocks = equal_parts(flat, group.size)
-                group.state.reduce_scatter(call, blocks, out, base=flat)
+                blocks = equal_parts(flat, self.state.size)
+                self.state.reduce_scatter(call, blocks, out, base=flat)
 
         observed = UNOBSERVED
         if len(outputs) == 1:
             observed = ("_reduce_scatter_base_", 0, op, [outputs, inputs])
-        return group.submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
+        return self.submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)
@@ -223,8 +208,8 @@ class Operations:
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
         """Copy the root's tensors to every rank's, in one operation."""
-        group, opts = self._group, opts or BroadcastOptions()
-        root = check_root(opts.rootRank, group.size)
+        opts = opts or BroadcastOptions()
+        root = self._root(opts.rootRank)
         check_results(tensors)  # on the root as well: a mistake on all ranks is an error on all
         filled = kept(tensors, opts)
 
@@ -232,14 +217,14 @@ class Operations:
             flats = [flat_of(tensor) for tensor in filled]
             if len(flats) == 1:
                 call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
-                group.state.broadcast(call, flats[0])
+                self.state.broadcast(call, flats[0])
             else:
-                group.state.broadcast_list(flats, root)
-            if root != group.rank:
+                self.state.broadcast_list(flats, root)
+            if root != self.state.rank:
                 write_all_back(filled, flats)
 
         observed = ("broadcast_", root, 0, [tensors])
-        return group.submit(job, tensors, opts, observed, op="broadcast")
+        return self.submit(job, tensors, opts, observed, op="broadcast")
 
     def allgather(
         self,
@@ -251,21 +236,21 @@ class Operations:
 
         Several lists, with as many inputs, are gathered in one operation.
         """
-        group, opts = self._group, opts or AllgatherOptions()
+        opts = opts or AllgatherOptions()
         for outputs, source in paired(output_lists, inputs):
-            check_transfer([source], one_each(outputs, group.size, "tensor_list"))
+            check_transfer([source], one_each(outputs, self.state.size, "tensor_list"))
         filled = [kept(outputs, opts) for outputs in output_lists]
         read = kept(inputs, opts)
 
         def job() -> None:
             for outputs, source in zip(filled, read, strict=True):
                 flat, into = flat_of(source), [flat_of(output) for output in outputs]
-                group.state.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
+                self.state.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
         observed = ("allgather_", 0, 0, [everything, inputs])
-        return group.submit(job, everything, opts, observed, op="all_gather", sources=inputs)
+        return self.submit(job, everything, opts, observed, op="all_gather", sources=inputs)
 
     allgather_coalesced = allgather
 
@@ -279,65 +264,71 @@ class Operations:
         self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         """Run `all_gather_single` for several tensors in one operation."""
-        group = self._group
         for output, source in paired(outputs, inputs):
             check_transfer([source], [output])
-            check_parts(whole=output, part=source, size=group.size)
+            check_parts(whole=output, part=source, size=self.state.size)
         number = checksum_of(inputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             for into, flat in zip(results, flats, strict=True):
-                parts = equal_parts(into, group.size)
+                parts = equal_parts(into, self.state.size)
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=number)
-                group.state.exchange(call, [flat], parts, base=flat, shared=True)
+                self.state.exchange(call, [flat], parts, base=flat, shared=True)
 
         opts = opts or AllgatherOptions()
         observed = UNOBSERVED
         if len(outputs) == 1:
             observed = ("_allgather_base_", 0, 0, [outputs, inputs])
-        return group.submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
+        return self.submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: GatherOptions | None = None
     ) -> Work:
         """Fill the root's list with all ranks' tensors, whose sizes may differ."""
-        group, opts = self._group, opts or GatherOptions()
-        root, source = check_root(opts.rootRank, group.size), only(inputs)
-        into = one_each(only(outputs), group.size, "gather_list") if root == group.rank else []
+        opts = opts or GatherOptions()
+        root, source = self._root(opts.rootRank), only(inputs)
+        into = (
+            one_each(only(outputs), self.state.size, "gather_list")
+            if root == self.state.rank
+            else []
+        )
         check_transfer([source], into)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
-            group.state.gather(root, only(flats), results)
+            self.state.gather(root, only(flats), results)
 
-        return group.submit_into(into, fill, opts, "gather", inputs)
+        return self.submit_into(into, fill, opts, "gather", inputs)
 
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ScatterOptions | None = None
     ) -> Work:
         """Fill every rank's tensor with its entry of the root's list, whose sizes may differ."""
-        group, opts = self._group, opts or ScatterOptions()
-        root, output = check_root(opts.rootRank, group.size), only(outputs)
-        blocks = one_each(only(inputs), group.size, "scatter_list") if root == group.rank else []
+        opts = opts or ScatterOptions()
+        root, output = self._root(opts.rootRank), only(outputs)
+        blocks = (
+            one_each(only(inputs), self.state.size, "scatter_list")
+            if root == self.state.rank
+            else []
+        )
         check_transfer(blocks, [output])
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
-            group.state.scatter(root, flats, results[0])
+            self.state.scatter(root, flats, results[0])
 
-        return group.submit_into(outputs, fill, opts, "scatter", blocks)
+        return self.submit_into(outputs, fill, opts, "scatter", blocks)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: AllToAllOptions | None = None
     ) -> Work:
         """Fill entry i of a rank's outputs with rank i's entry for it; sizes may differ."""
-        group = self._group
-        one_each(outputs, group.size, "output_tensor_list")
-        check_transfer(one_each(inputs, group.size, "input_tensor_list"), outputs)
+        one_each(outputs, self.state.size, "output_tensor_list")
+        check_transfer(one_each(inputs, self.state.size, "input_tensor_list"), outputs)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
-            group.state.exchange_blocks("all_to_all", flats, results)
+            self.state.exchange_blocks("all_to_all", flats, results)
 
         opts = opts or AllToAllOptions()
-        return group.submit_into(outputs, fill, opts, "all_to_all", inputs)
+        return self.submit_into(outputs, fill, opts, "all_to_all", inputs)
 
     def all_to_all_single(
         self,
@@ -348,26 +339,25 @@ class Operations:
         opts: AllToAllOptions | None = None,
     ) -> Work:
         """Run `alltoall` between parts of two tensors, equal or of the given numbers of rows."""
-        group = self._group
         check_transfer([input], [output])
-        receives = row_counts(output, output_split_sizes, group.size, "output_split_sizes")
-        sends = row_counts(input, input_split_sizes, group.size, "input_split_sizes")
+        receives = row_counts(output, output_split_sizes, self.state.size, "output_split_sizes")
+        sends = row_counts(input, input_split_sizes, self.state.size, "input_split_sizes")
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             flat = only(flats)
             blocks, into = flat.split(sends), results[0].split(receives)
-            group.state.exchange_blocks("all_to_all", blocks, into, base=flat)
+            self.state.exchange_blocks("all_to_all", blocks, into, base=flat)
 
         opts = opts or AllToAllOptions()
         observed = UNOBSERVED
         if len({*sends, *receives}) == 1:  # equal on all ranks
             observed = ("alltoall_base_", 0, 0, [[output], [input]])
-        return group.submit_into([output], fill, opts, "all_to_all_single", [input], observed)
+        return self.submit_into([output], fill, opts, "all_to_all_single", [input], observed)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait for every rank; the handle is done once all have called it."""
-        group, opts = self._group, opts or BarrierOptions()
-        return group.submit(group.state.barrier, [], opts, op="barrier")
+        opts = opts or BarrierOptions()
+        return self.submit(self.state.barrier, [], opts, op="barrier")
 
     def monitored_barrier(
         self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
@@ -381,24 +371,27 @@ class Operations:
         Raises:
             CollectiveTimeoutError: Ranks, named by the error, did not call it in time.
         """
-        group, opts = self._group, opts or BarrierOptions()
+        opts = opts or BarrierOptions()
 
         def job() -> None:
-            group.state.barrier("monitored_barrier")
+            self.state.barrier("monitored_barrier")
 
-        group.submit(job, [], opts, op="barrier").wait()
+        self.submit(job, [], opts, op="barrier").wait()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor; between hosts, it must not change until the handle was waited for."""
-        return self._group.messages.send(self._group, tensors, dst, tag)
+        self._check_peer(dst, "dst")
+        return self.messages.send(self, tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         """Fill a tensor with the next message of this tag from rank `src`."""
-        return self._group.messages.receive(self._group, tensors, src, tag)
+        self._check_peer(src, "src")
+        return self.messages.receive(self, tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Fill a tensor with the next message of this tag from any rank."""
-        return self._group.messages.receive(self._group, tensors, None, tag)
+        self.check_usable()
+        return self.messages.receive(self, tensors, None, tag)
 
     # names in torch before 2.13
     _allgather_base = all_gather_single
@@ -407,91 +400,29 @@ class Operations:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # --- properties ---
-
     def getBackendName(self) -> str:
         """Return the backend's name."""
         return "shm"
 
-    @property
-    def timeout(self) -> timedelta:
-        """Timeout of operations without their own."""
-        return timedelta(seconds=self._group.seconds)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later operations without their own."""
-        self._group.seconds = timeout.total_seconds()
-
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of submitted collectives, equal on ranks that are in step."""
-        return self._group.submitted
+        return self.submitted
 
-    @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that share memory with each other: those of each host."""
-        return self._group.teams
+    def _root(self, root: int) -> int:
+        """Return the rank of a root, which must be in the self."""
+        if not 0 <= root < self.state.size:
+            raise ArgumentError(f"root is rank {root}: give a rank from 0 to {self.state.size - 1}")
+        return root
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Error of the operation that made the group unusable, to be raised; None if usable."""
-        return self._group.failure
-
-    @property
-    def observer(self) -> Observer | None:
-        """Function called with each collective at its submission, or None."""
-        return self._group.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._group.observer = observer
-
-    def marked(self, mark: int) -> AbstractContextManager[None]:
-        """Send a mark with the next collective that this thread submits; see `Group.marked`."""
-        return self._group.marked(mark)
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Allocate bytes in memory that the ranks of this host share."""
-        self._group.check_usable()
-        return self._group.state.allocate(nbytes)
-
-    # --- leaving ---
-
-    def shutdown(self) -> None:
-        """Leave the group; peers that still wait for this rank get an error."""
-        _JOINED.discard(self)
-        self._group.leave("the group was destroyed on this rank: make a new one")
-
-    def abort(self) -> None:
-        """Leave the group at once; pending operations fail."""
-        _JOINED.discard(self)
-        self._group.abort_and_leave()
-
-    def leave_at_exit(self) -> None:
-        """Leave the group when the process ends."""
-        # an operation in which all ranks take part still ends; a wait for absent ranks must not
-        # delay the process's exit
-        self._group.abort("the process of this rank ends")
-        self.shutdown()
-
-    def leave_in_child(self) -> None:
-        """Make the group unusable in a forked child."""
-        self._group.leave_in_child()
-
-
-def _at_exit() -> None:
-    """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
-    for group in list(_GROUPS):
-        group.leave_at_exit()
-
-
-def _in_child() -> None:
-    for group in list(_GROUPS):
-        group.leave_in_child()
-
-
-atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    def _check_peer(self, peer: int, name: str) -> None:
+        """Raise unless the group is usable and a peer is another rank of it."""
+        rank, size = self.state.rank, self.state.size
+        if not 0 <= peer < size or peer == rank:
+            raise ArgumentError(
+                f"{name} is rank {peer}: give another rank of the group than this one "
+                f"({rank}), from 0 to {size - 1}"
+            )
+        self.check_usable()
 
 
 def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
@@ -501,7 +432,7 @@ def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None
     accumulated in float32 and rounded once.
 
     Args:
-        state: State of the group.
+        state: State of the self.
         size: Number of ranks.
         tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
         op: Number of SUM.

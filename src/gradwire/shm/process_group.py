@@ -24,14 +24,14 @@ from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.operations import Operations
 from gradwire.shm.point_to_point import RingMessages
 from gradwire.shm.reduction import KnownCalls, SharedMemory
-from gradwire.shm.shm_group import Group
+from gradwire.shm.shm_group import Parts
 from gradwire.shm.work import Queue
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="assignment,misc,override"
 
 
-def join(rank: int, peers: dict[int, Any], seconds: float) -> Group:
+def join(rank: int, peers: dict[int, Any], seconds: float) -> Parts:
     """Form a group on one host.
 
     Args:
@@ -39,32 +39,32 @@ def join(rank: int, peers: dict[int, Any], seconds: float) -> Group:
         peers: Connection to each other rank.
         seconds: Timeout for the group to form, and of operations without their own.
     """
-    size, messages = len(peers) + 1, RingMessages(len(peers))
+    messages = RingMessages(len(peers))
     deliver, on_lost = messages.deliver, messages.on_lost
-    state = SharedMemory(rank, size, peers, deliver, on_lost, Deadline(seconds))
+    state = SharedMemory(rank, len(peers) + 1, peers, deliver, on_lost, Deadline(seconds))
     messages.connect(state, peers)
     queue = Queue(f"gradwire-shm-{rank}")
     state.is_awaited = queue.is_awaited
     state.links.start()  # not before: a peer may have sent already
-    return Group(rank, size, state, messages, queue, seconds, KnownCalls(state))
+    return Parts(state, messages, queue, seconds, KnownCalls(state))
 
 
 @outside_graphs
 class ShmProcessGroup(Operations, ProcessGroup):
     """Process group written in Python."""
 
-    def __init__(self, group: Group) -> None:
-        ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+    def __init__(self, parts: Parts) -> None:
+        ProcessGroup.__init__(self, parts.state.rank, parts.state.size)  # type: ignore[call-arg]
         self._names = {"name": "", "desc": ""}
-        Operations.__init__(self, group)
+        Operations.__init__(self, parts)
 
     def getRank(self) -> int:
         """Return the rank of this process."""
-        return self._group.rank
+        return self.state.rank
 
     def getSize(self) -> int:
         """Return the number of ranks."""
-        return self._group.size
+        return self.state.size
 
     def getGroupName(self) -> str:
         """Return the name that torch.distributed gave the group."""
@@ -144,7 +144,7 @@ class ShmBackend(Operations, BackendBase):
     """Backend for the CPU tensors of a process group.
 
     Args:
-        group: Group of this rank.
+        parts: Parts of the group on this rank.
         split_off: Function that makes a group from a store, a rank, the ranks of this group that
             form it, and a timeout.
     """
@@ -155,10 +155,10 @@ class ShmBackend(Operations, BackendBase):
     supports_splitting = True
 
     def __init__(
-        self, group: Group, split_off: Callable[[Any, int, list[int], timedelta], Any]
+        self, parts: Parts, split_off: Callable[[Any, int, list[int], timedelta], Any]
     ) -> None:
-        BackendBase.__init__(self, group.rank, group.size)
-        Operations.__init__(self, group)
+        BackendBase.__init__(self, parts.state.rank, parts.state.size)
+        Operations.__init__(self, parts)
         self._split_off = split_off
 
     @property
@@ -177,9 +177,9 @@ class ShmBackend(Operations, BackendBase):
         Raises:
             NotSupportedError: This rank is not in `ranks`; torch would crash on a result of None.
         """
-        if self._group.rank not in ranks:
+        if self.state.rank not in ranks:
             raise NotSupportedError(
-                f"rank {self._group.rank} is in none of split_ranks: give it a group, of its own "
+                f"rank {self.state.rank} is in none of split_ranks: give it a group, of its own "
                 "for instance, or use torch.distributed.new_group"
             )
-        return self._split_off(store, ranks.index(self._group.rank), ranks, options._timeout)
+        return self._split_off(store, ranks.index(self.state.rank), ranks, options._timeout)

@@ -30,7 +30,7 @@ from gradwire.shm.point_to_point import EngineMessages
 from gradwire.shm.process_group import ShmBackend, ShmProcessGroup, join
 from gradwire.shm.rendezvous import Forming, Teams, connect_all, report_failure
 from gradwire.shm.semaphores import has_semaphores
-from gradwire.shm.shm_group import Group
+from gradwire.shm.shm_group import Parts
 from gradwire.shm.work import ThreadQueue
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
@@ -254,7 +254,7 @@ def _form_group(
 
 def _join_hosts(
     store: Store, timeout: timedelta, options: Options, teams: Teams, peers: dict[int, Any]
-) -> Group:
+) -> Parts:
     """Form a group over several hosts: a team within each, and an engine between them."""
     rank, size = teams.own[teams.place], sum(map(len, teams.ranks))
     seconds = timeout.total_seconds()
@@ -267,7 +267,7 @@ def _join_hosts(
     transport = Transport(engine, rank, size, store)
     state, messages = AcrossHosts(rank, teams, team, transport), EngineMessages(transport)
     queue = ThreadQueue(f"gradwire-hosts-{rank}")
-    return Group(rank, size, state, messages, queue, seconds, teams=teams.ranks)
+    return Parts(state, messages, queue, seconds)
 
 
 # --- GRADWIRE_BACKEND=shm: groups that a program requests on Gloo use shm instead ---

@@ -5,17 +5,21 @@ An operation whose caller waits runs in the caller's thread, the others in the g
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError, MismatchError
+from gradwire.errors import BrokenGroupError, DistributedError, MismatchError
 from gradwire.recorder import Entry, RecordedGroup, record_end, record_error, record_start, ring
 from gradwire.shm.across_hosts import AcrossHosts
 from gradwire.shm.reduction import KnownCall, KnownCalls, SharedMemory
@@ -53,43 +57,71 @@ class _Marks(threading.local):
     next = 0
 
 
+class Parts(NamedTuple):
+    """Parts of a group on one rank.
+
+    Args:
+        state: State of the group on this rank, with its collectives.
+        messages: Point-to-point messages.
+        seconds: Timeout of operations without their own.
+        known: Cached setups of calls; None if there are none.
+    """
+
+    state: State
+    messages: Messages
+    queue: Queue
+    seconds: float
+    known: KnownCalls | None = None
+
+
+_GROUPS: WeakSet[Group] = WeakSet()
+"""All groups of this process, for its handlers at fork and at exit."""
+_JOINED: set[Group] = set()
+"""Groups that this rank has not left: PyTorch's C++ keeps only their C++ part alive."""
+
+
 class Group:
     """One rank of a group, from joining to leaving.
 
     Attributes:
-        rank, size: Rank of this process, and number of ranks.
-        state: State of the group on this rank, with its collectives.
-        messages: Point-to-point messages.
+        state, messages, known: See `Parts`.
         seconds: Timeout of operations without their own; may be changed.
-        known: Cached setups of calls; None if there are none.
-        teams: Ranks of each host.
         closed: Reason for which this rank has left; "" while it is in the group.
-        recorded: Group of the recorder's entries, set by the process group or backend.
         submitted: Number of submitted collectives, equal on ranks that are in step.
         observer: Function called with each collective at its submission, or None.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        state: State,
-        messages: Messages,
-        queue: Queue,
-        seconds: float,
-        known: KnownCalls | None = None,
-        teams: tuple[tuple[int, ...], ...] | None = None,
-    ) -> None:
-        self.rank, self.size, self.seconds = rank, size, seconds
-        self.state, self.messages, self.known = state, messages, known
-        self._queue, self._marks = queue, _Marks()
+    def __init__(self, parts: Parts) -> None:
+        self.state, self.messages, self._queue, self.seconds, self.known = parts
+        self._marks = _Marks()
         self.closed = ""
         self._release_pending = False  # left amid an operation that still uses the memory
         self._failure: BaseException | None = None  # a copy, never raised itself
-        self.recorded: RecordedGroup
+        self.recorded = RecordedGroup(self)
         self.submitted = 0
         self.observer: Observer | None = None
-        self.teams = teams or (tuple(range(size)),)
+        _GROUPS.add(self)
+        _JOINED.add(self)
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share memory with each other: those of each host."""
+        state = self.state
+        return (tuple(range(state.size)),) if isinstance(state, SharedMemory) else state.teams.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of operations without their own."""
+        return timedelta(seconds=self.seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations without their own."""
+        self.seconds = timeout.total_seconds()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate bytes in memory that the ranks of this host share."""
+        self.check_usable()
+        return self.state.allocate(nbytes)
 
     @property
     def failure(self) -> BaseException | None:
@@ -280,8 +312,12 @@ class Group:
             self._failure = without_frames(error)
             self.state.report_failure(error)
 
-    def leave(self, reason: str) -> None:
+    def shutdown(self) -> None:
         """Leave the group; peers that still wait for this rank get an error."""
+        self._leave("the group was destroyed on this rank: make a new one")
+
+    def _leave(self, reason: str) -> None:
+        _JOINED.discard(self)
         joined, self.closed = not self.closed, reason
         if not joined:
             return
@@ -293,19 +329,22 @@ class Group:
         else:
             self._release()
 
-    def abort(self, reason: str) -> None:
-        """Make pending operations of this rank fail, if it is in the group."""
-        if not self.closed:
-            self.state.abort(BrokenGroupError(reason))
-
-    def abort_and_leave(self) -> None:
+    def abort(self) -> None:
         """Leave the group at once; pending operations fail."""
         if not self.closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self.fail(error)
             self.state.abort(error)
             self.messages.fail_all(error)
-            self.leave("the group was aborted on this rank: make a new one")
+            self._leave("the group was aborted on this rank: make a new one")
+
+    def leave_at_exit(self) -> None:
+        """Leave the group when the process ends."""
+        # an operation in which all ranks take part still ends; a wait for absent ranks must not
+        # delay the process's exit
+        if not self.closed:
+            self.state.abort(BrokenGroupError("the process of this rank ends"))
+        self.shutdown()
 
     def leave_in_child(self) -> None:
         """Close inherited sockets in a forked child, in which the group cannot be used."""
@@ -332,20 +371,20 @@ class Group:
         self.messages.close()
 
 
-def check_root(root: int, size: int) -> int:
-    """Return the rank of a root, which must be in the group."""
-    if not 0 <= root < size:
-        raise ArgumentError(f"root is rank {root}: give a rank from 0 to {size - 1}")
-    return root
+def _at_exit() -> None:
+    """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
+    for group in list(_GROUPS):
+        group.leave_at_exit()
 
 
-def check_peer(group: Group, peer: int, name: str) -> None:
-    """Raise unless a peer is another rank of the group."""
-    if not 0 <= peer < group.size or peer == group.rank:
-        raise ArgumentError(
-            f"{name} is rank {peer}: give another rank of the group than this one "
-            f"({group.rank}), from 0 to {group.size - 1}"
-        )
+def _in_child() -> None:
+    for group in list(_GROUPS):
+        group.leave_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
