@@ -28,7 +28,15 @@ from torch.distributed import ReduceOp
 from gradwire._processes import Deadline
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.engine import Transfer, Transport
-from gradwire.shm.header import INLINE, Call, Location, check_consistent, header_bytes, write
+from gradwire.shm.header import (
+    INLINE,
+    Call,
+    Location,
+    check_consistent,
+    check_tables,
+    header_bytes,
+    write,
+)
 from gradwire.shm.reduction import HALF, SUM, SharedMemory, number_of, reduce_into
 from gradwire.shm.rendezvous import Teams
 from gradwire.shm.tensors import checksum_of
@@ -81,7 +89,7 @@ class Team(SharedMemory):
     ) -> None:
         self._ranks, self._owners = ranks, owners
         try:
-            super().__init__(place, len(ranks), peers, lambda *_: None, lambda _: None, deadline)
+            super().__init__(place, len(ranks), peers, deadline)
         except DistributedError as error:  # names places, unlike all later errors
             own = ", ".join(map(str, ranks))
             counted = f"{error} (counted from 0 among ranks {own} of this host)"
@@ -294,13 +302,8 @@ class AcrossHosts:
     def _compare_tables(self, call: Call) -> None:
         table = torch.tensor([*call.sends, *call.receives], dtype=torch.int64)
         tables = self.gather_rows(table.view(torch.uint8)).view(torch.int64).tolist()
-        headers = []
-        for each in tables:
-            buffer = memoryview(bytearray(header_bytes(self.size)))
-            sends, receives = tuple(each[: self.size]), tuple(each[self.size :])
-            write(buffer, call._replace(sends=sends, receives=receives), Location(INLINE), 0)
-            headers.append(buffer)
-        check_consistent(headers, self.rank, tables=True)
+        size = self.size
+        check_tables([call._replace(sends=each[:size], receives=each[size:]) for each in tables])
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """Return every rank's row of bytes, in rank order; all rows have the same length."""

@@ -165,7 +165,7 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
                 raise _checked(_mismatch(calls))
             raise _mismatch(calls)
     if tables:
-        _check_tables([read(header)[0] for header in headers])
+        check_tables([read(header)[0] for header in headers])
 
 
 def _mark_of(header: memoryview) -> int:
@@ -202,7 +202,8 @@ def _checked(error: MismatchError) -> CheckedMismatchError:
     return CheckedMismatchError(str(error), error.values)
 
 
-def _check_tables(calls: Sequence[Call]) -> None:
+def check_tables(calls: Sequence[Call]) -> None:
+    """Raise a MismatchError unless each rank sends every other what that expects."""
     for source, call in enumerate(calls):
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]

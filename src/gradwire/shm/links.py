@@ -76,11 +76,11 @@ class Links:
 
     Args:
         peers: Connected socket for each other rank.
+
+    Attributes:
         receive: Function called in the reading thread, with `lock` held, with a peer and its
             message; its result is called in that thread after `lock` is released.
         on_lost: Function called in the same way with a peer that is lost.
-
-    Attributes:
         lock: Lock held whenever a message is received or a peer is lost.
         changed: Condition of `lock`, notified afterwards. A signal handler's exception cannot leave
             the lock held, unlike the condition.
@@ -89,20 +89,15 @@ class Links:
         ranks: Numbers by which errors name the ranks; in a team, those of the group.
     """
 
-    def __init__(
-        self,
-        peers: dict[int, socket.socket],
-        receive: Receive,
-        on_lost: Callable[[int], Callable[[], None] | None],
-    ) -> None:
+    def __init__(self, peers: dict[int, socket.socket]) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.lost: dict[int, DistributedError] = {}
         self.aborted: DistributedError | None = None
         self.ranks: Sequence[int] = range(len(peers) + 1)
         self._peers = peers
-        self._receive = receive
-        self._on_lost = on_lost
+        self.receive: Receive = lambda peer, message: None
+        self.on_lost: Callable[[int], Callable[[], None] | None] = lambda peer: None
         self._later: list[Callable[[], None]] = []  # used only by the reading thread
         self._wake, self._woken = os.pipe()
         for peer in peers.values():
@@ -286,7 +281,7 @@ class Links:
             failed = f"an operation failed on rank {self.ranks[peer]}: {text}"
             self._mark_lost(peer, error(failed))
         else:
-            later = self._receive(peer, Message(Kind(kind), tag, number, rest, fd))
+            later = self.receive(peer, Message(Kind(kind), tag, number, rest, fd))
             if later is not None:
                 self._later.append(later)
 
@@ -295,7 +290,7 @@ class Links:
             # keep a copy that is never raised: a traceback keeps its callers' frames alive, and so
             # the memory that they use
             self.lost[peer] = copy.copy(error)
-            later = self._on_lost(peer)
+            later = self.on_lost(peer)
             if later is not None:
                 self._later.append(later)
 

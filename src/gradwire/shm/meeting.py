@@ -65,10 +65,9 @@ class GroupState:
 
     Args:
         peers: Connection to each other rank.
-        other: Handler of messages that do not concern regions; see `receive` of `Links`.
-        on_lost: Handler of lost peers; see `Links`.
 
     Attributes:
+        other: Handler of messages that do not concern regions; see `receive` of `Links`.
         links: Connections to the peers.
         is_awaited: Function that returns True while the main thread only waits for the running
             operation.
@@ -82,8 +81,6 @@ class GroupState:
         rank: int,
         size: int,
         peers: dict[int, socket.socket],
-        other: Receive,
-        on_lost: Callable[[int], Callable[[], None] | None],
         deadline: Deadline,
     ) -> None:
         self.rank, self.size = rank, size
@@ -93,7 +90,7 @@ class GroupState:
             self._spins = spins_for(self._processes.values())
             segment = GroupSegment(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
-            self.links = Links(peers, self._receive, on_lost)
+            self.links = Links(peers)
         except BaseException:
             for peer in peers.values():
                 peer.close()  # end the other ranks' waits for this one
@@ -113,7 +110,9 @@ class GroupState:
         # headers that `short_exchange` wrote for this rank in even and odd collectives
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        self._other, self._regions = other, Regions(self.links)
+        self.links.receive = self._receive
+        self.other: Receive = lambda peer, message: None
+        self._regions = Regions(self.links)
         self._staging: dict[int, Tensor] = {}
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowded = self._spins == 1
@@ -468,7 +467,7 @@ class GroupState:
 
     def find_ring(self, sender: int) -> MessageRing:
         """Map the ring that a peer made for its messages to this rank."""
-        memory = self._regions.found(sender, MESSAGE_RING + self.rank)
+        memory = self._regions.of_peer(sender, MESSAGE_RING + self.rank, Deadline(0))
         if memory.numel() != RING_BYTES:
             raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
         return self._map_ring(memory, sender, create=False)
@@ -486,4 +485,4 @@ class GroupState:
         if message.kind in (Kind.REGION, Kind.RELEASE):
             self._regions.receive(peer, message)
             return None
-        return self._other(peer, message)
+        return self.other(peer, message)

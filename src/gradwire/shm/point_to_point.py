@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -43,20 +43,18 @@ class RingMessages:
         incoming: Receiving side of each pair of ranks, by the other rank.
     """
 
-    def __init__(self, peers: int) -> None:
-        self._mailbox = Mailbox(peers)
+    def __init__(self, state: GroupState) -> None:
+        self._mailbox, self._links = Mailbox(state.size - 1), state.links
         self.incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
+        for peer in range(state.size):
+            if peer != state.rank:
+                find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
+                self.incoming[peer] = Incoming(peer, state.links, self._mailbox, find)
+                self._outgoing[peer] = Outgoing(peer, state.links, make)
+        state.other, state.links.on_lost = self._deliver, self._on_lost
 
-    def connect(self, state: GroupState, peers: Iterable[int]) -> None:
-        """Set the state that has the rings, before its links begin to read."""
-        self._links = state.links
-        for peer in peers:
-            find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
-            self.incoming[peer] = Incoming(peer, state.links, self._mailbox, find)
-            self._outgoing[peer] = Outgoing(peer, state.links, make)
-
-    def deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
+    def _deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
         """Handle a message of the connection; see `receive` of `Links`."""
         incoming = self.incoming[peer]
         if message.kind == Kind.WAKE:
@@ -64,7 +62,7 @@ class RingMessages:
         incoming.add_rest(message)
         return incoming.poll
 
-    def on_lost(self, peer: int) -> Callable[[], None] | None:
+    def _on_lost(self, peer: int) -> Callable[[], None] | None:
         """Handle the loss of a peer; see `Links`."""
         return self.incoming[peer].poll
 

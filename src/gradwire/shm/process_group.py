@@ -39,10 +39,8 @@ def join(rank: int, peers: dict[int, Any], seconds: float) -> Parts:
         peers: Connection to each other rank.
         seconds: Timeout for the group to form, and of operations without their own.
     """
-    messages = RingMessages(len(peers))
-    deliver, on_lost = messages.deliver, messages.on_lost
-    state = SharedMemory(rank, len(peers) + 1, peers, deliver, on_lost, Deadline(seconds))
-    messages.connect(state, peers)
+    state = SharedMemory(rank, len(peers) + 1, peers, Deadline(seconds))
+    messages = RingMessages(state)
     queue = Queue(f"gradwire-shm-{rank}")
     state.is_awaited = queue.is_awaited
     state.links.start()  # not before: a peer may have sent already

@@ -210,17 +210,6 @@ class Regions:
                 self._links.changed.wait(0.05)
             return self._mapped[peer, number]
 
-    def found(self, peer: int, number: int) -> Tensor:
-        """Return a peer's region whose message has been read.
-
-        Raises:
-            DistributedError: The message has not been read.
-        """
-        region = self._mapped.get((peer, number))
-        if region is None:
-            raise DistributedError(f"rank {peer} has not sent its region {number}")
-        return region.flat
-
     def close(self) -> None:
         """Unmap the peers' regions, and close the descriptors."""
         self._mapped.clear()

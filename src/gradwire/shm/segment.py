@@ -25,16 +25,6 @@ _ALLOCATED_AT_ONCE = 64 << 20
 """Size of pieces whose availability is checked: other ranks allocate at the same time."""
 
 
-def create(size: int) -> int:
-    """Return a descriptor of `size` new bytes of zeros, which the caller closes.
-
-    Raises:
-        DistributedError: There is not enough memory; none is allocated.
-    """
-    with _as_distributed_error(size):
-        return _create(size)
-
-
 @contextmanager
 def _as_distributed_error(size: int) -> Iterator[None]:
     try:
@@ -44,20 +34,6 @@ def _as_distributed_error(size: int) -> Iterator[None]:
             f"not enough memory for {size} bytes of shared memory ({error}): free memory, raise "
             "the limit of the process or container, or use the gloo backend"
         ) from error
-
-
-def _create(size: int) -> int:
-    import fcntl  # here: missing, or without seals, on systems other than Linux
-
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        _allocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _allocate(fd: int, offset: int, size: int) -> None:
@@ -76,8 +52,10 @@ class GrowingMemory:
         fd: Descriptor, closed when this object is deleted.
     """
 
+    fd = -1
+
     def __init__(self) -> None:
-        import fcntl
+        import fcntl  # here: missing, or without seals, on systems other than Linux
 
         self.fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # `os` may be gone when `__del__` runs at the interpreter's exit
@@ -109,7 +87,20 @@ class GrowingMemory:
         _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
 
     def __del__(self) -> None:
-        self._close(self.fd)
+        if self.fd >= 0:  # the descriptor could be made
+            self._close(self.fd)
+
+
+def create(size: int) -> int:
+    """Return a descriptor of `size` new bytes of zeros, which the caller closes.
+
+    Raises:
+        DistributedError: There is not enough memory; none is allocated.
+    """
+    with _as_distributed_error(size):
+        memory = GrowingMemory()
+        memory.allocate(size)
+        return os.dup(memory.fd)
 
 
 def _whole_pages(size: int) -> int:
