@@ -9,7 +9,6 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from gradwire.shm import segment
 from gradwire.shm.header import DTYPES, NUMBERS
 from gradwire.shm.links import Links, Message
 from gradwire.shm.message_ring import REST, SLOT_BYTES, Head, MessageRing
+from gradwire.shm.tensors import count_write
 from gradwire.shm.work import ShmWork
 
 
@@ -44,12 +44,6 @@ class PostedReceive:
         """Return True if the receive matches a message of this source and tag."""
         return self.tag == tag and self.source in (source, None)
 
-    def takes_in_place(self, dtype: torch.dtype, count: int) -> bool:
-        """Return True if the bytes of such a message can be written straight into the tensor."""
-        x = self.tensor
-        plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
-        return plain and x.dtype == dtype and x.numel() == count
-
     def complete(self, envelope: Envelope) -> None:
         """Copy the message and finish the receive.
 
@@ -57,19 +51,10 @@ class PostedReceive:
         """
         try:
             self._fill(envelope)
-        except (
-            MismatchError,
-            RuntimeError,
-        ) as error:  # an error of the tensor: the group stays usable
-            self.work.finish(error)
+        except (MismatchError, RuntimeError) as error:
+            self.work.finish(error)  # of the tensor: the group stays usable
         else:
             self.work.finish(source=envelope.source)
-
-    def complete_in_place(self, source: int) -> None:
-        """Finish the receive, whose tensor already holds the message."""
-        if not self.tensor.is_inference():
-            torch.autograd.graph.increment_version(self.tensor)
-        self.work.finish(source=source)
 
     def _fill(self, envelope: Envelope) -> None:
         tensor, data = self.tensor, envelope.data
@@ -203,11 +188,14 @@ class Assembly:
 
     def use_receive(self) -> bool:
         """Set `data` to the receive's tensor; return False if the message does not fit in place."""
-        receive = self.receive
-        if receive is None or not receive.takes_in_place(self.dtype, self.head.elements):
+        if self.receive is None:
             return False
-        self._put_into(receive.tensor)
-        return True
+        x = self.receive.tensor
+        plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+        fits = plain and x.dtype == self.dtype and x.numel() == self.head.elements
+        if fits:
+            self._put_into(x)
+        return fits
 
     def detach(self) -> None:
         """Continue without the receive, as if it had not been posted."""
@@ -219,17 +207,8 @@ class Assembly:
         self.data, self.address = data, data.data_ptr()
 
 
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 def _never() -> bool:
     return False
-
-
-class _Rest(NamedTuple):
-    head: Head
-    content: Tensor
 
 
 class Arrivals:
@@ -237,15 +216,16 @@ class Arrivals:
 
     Attributes:
         ring: Ring of the sender, once this rank has found it.
+        ready: Target of the next message, before that arrives; see `get_ready`.
     """
 
     def __init__(self, source: int, links: Links, mailbox: Mailbox) -> None:
         self._source, self._links, self._mailbox = source, links, mailbox
         self.ring: MessageRing | None = None
-        self._rests: dict[int, _Rest] = {}
+        self._rests: dict[int, tuple[Head, Tensor]] = {}
         self._expected = 0
         self._assembly: Assembly | None = None
-        self._ready: Assembly | None = None  # for the next message; see `get_ready`
+        self.ready: Assembly | None = None
         self._abandoned: deque[ShmWork] = deque()
 
     def add_rest(self, message: Message) -> None:
@@ -261,11 +241,13 @@ class Arrivals:
         data = bytearray(message.data[REST.size :])
         if message.fd >= 0:
             content = segment.map_tensor(message.fd)
+        elif data:
+            content = torch.frombuffer(data, dtype=torch.uint8)
         else:
-            content = torch.frombuffer(data, dtype=torch.uint8) if data else _nothing()
+            content = torch.empty(0, dtype=torch.uint8, device="cpu")
         if content.nbytes < head.nbytes:
             raise DistributedError(f"rank {self._source} sent {content.nbytes} bytes for {head}")
-        self._rests[head.message] = _Rest(head, content)
+        self._rests[head.message] = head, content
 
     def abandon(self, work: ShmWork) -> None:
         """Give up a receive at the next `take_all`; in any thread."""
@@ -283,8 +265,11 @@ class Arrivals:
         if lost is not None:
             enough = _never
         try:
-            if self._abandoned:
-                self._detach_abandoned()
+            while self._abandoned:
+                work, assembly = self._abandoned.popleft(), self._assembly
+                if assembly and assembly.receive and assembly.receive.work is work:
+                    assembly.detach()
+                    work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
             # rests are always taken: they are not announced again
             while (self._rests and self._take_rest()) or (not enough() and self._take_slot()):
                 pass
@@ -316,7 +301,7 @@ class Arrivals:
         except BaseException as error:  # as in `take_all`
             self._fail(self._links.lose(self._source, error))
             raise
-        torch.autograd.graph.increment_version(tensor)
+        count_write(tensor)
         return True
 
     def get_ready(self, work: ShmWork, tag: int) -> None:
@@ -324,7 +309,7 @@ class Arrivals:
 
         The first matching receive stays the first: others are posted after it.
         """
-        if self._assembly is not None or self._ready is not None:
+        if self._assembly is not None or self.ready is not None:
             return
         with self._links.lock:
             receive = self._mailbox.find(self._source, tag)
@@ -336,22 +321,19 @@ class Arrivals:
         ready = Assembly(head)
         ready.receive = receive
         if ready.use_receive():
-            self._ready = ready
-
-    def forget_ready(self) -> None:
-        """Undo `get_ready`."""
-        self._ready = None
+            self.ready = ready
 
     def _take_rest(self) -> bool:
         wanted = self._expected if self._assembly is None else self._assembly.head.message
-        rest = self._rests.get(wanted)
-        if rest is None or rest.head.offset > (self._assembly.arrived if self._assembly else 0):
+        if (rest := self._rests.get(wanted)) is None:
             return False
-        assembly = self._begin(rest.head)
-        if rest.head.offset + rest.head.nbytes != assembly.nbytes:
-            raise DistributedError(f"rank {self._source} sent {rest.head} as a message's rest")
-        target = assembly.address + rest.head.offset
-        ctypes.memmove(target, rest.content.data_ptr(), rest.head.nbytes)
+        head, content = rest
+        if head.offset > (self._assembly.arrived if self._assembly else 0):
+            return False
+        assembly = self._begin(head)
+        if head.offset + head.nbytes != assembly.nbytes:
+            raise DistributedError(f"rank {self._source} sent {head} as a message's rest")
+        ctypes.memmove(assembly.address + head.offset, content.data_ptr(), head.nbytes)
         del self._rests[wanted]
         self._arrived(assembly, assembly.nbytes)
         return True
@@ -381,7 +363,7 @@ class Arrivals:
         """Return the message that a piece belongs to."""
         assembly = self._assembly
         if assembly is None:
-            ready, self._ready = self._ready, None
+            ready, self.ready = self.ready, None
             if ready is not None and ready.head == head and self._claim(ready):
                 return ready
             assembly = self._assembly = Assembly(head)
@@ -406,13 +388,6 @@ class Arrivals:
             if receive is not None:
                 self._mailbox.take(receive)
 
-    def _detach_abandoned(self) -> None:
-        while self._abandoned:
-            work, assembly = self._abandoned.popleft(), self._assembly
-            if assembly and assembly.receive and assembly.receive.work is work:
-                assembly.detach()
-                work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
-
     def _arrived(self, assembly: Assembly, end: int) -> None:
         """Record that a message has arrived up to byte `end`, and complete it if that is all."""
         assembly.arrived = max(assembly.arrived, end)
@@ -420,19 +395,18 @@ class Arrivals:
             return
         receive = assembly.receive
         if receive is not None and assembly.data is receive.tensor:
-            receive.complete_in_place(self._source)
+            count_write(receive.tensor)
+            receive.work.finish(source=self._source)
         else:
-            self._hand_over(assembly, Envelope(self._source, assembly.head.tag, assembly.data))
+            envelope = Envelope(self._source, assembly.head.tag, assembly.data)
+            if receive is None:
+                with self._links.lock:
+                    self._match(assembly)
+                    if assembly.receive is None:
+                        self._mailbox.keep(envelope)
+            if assembly.receive is not None:
+                assembly.receive.complete(envelope)
         self._assembly, self._expected = None, assembly.head.message + 1
-
-    def _hand_over(self, assembly: Assembly, envelope: Envelope) -> None:
-        if assembly.receive is None:
-            with self._links.lock:
-                self._match(assembly)
-                if assembly.receive is None:
-                    self._mailbox.keep(envelope)
-        if assembly.receive is not None:
-            assembly.receive.complete(envelope)
 
     def _fail(self, error: DistributedError) -> None:
         """Fail the receives that the lost sender cannot fill any more."""

@@ -157,29 +157,29 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
     """
     own = headers[rank][:COMPARED_BYTES]
     if any(header[:COMPARED_BYTES] != own for header in headers):
-        marks, calls = [_mark_of(header) for header in headers], [read(h)[0] for h in headers]
+        marks = [struct.unpack_from("<q", header, _MARK)[0] for header in headers]
+        calls = [read(header)[0] for header in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
-        if not (same or _fit_root(calls)) or (all(marks) and len(set(marks)) > 1):
+        if not same and len({(call.kind, call.dtype, call.root) for call in calls}) == 1:
+            # a gather or scatter, with the sizes in the root's table
+            same = calls[0].kind in _ROOTED and _misfit(calls) is None
+        if not same or (all(marks) and len(set(marks)) > 1):
             # do not name the error: its traceback refers to this frame, which would refer to it
-            if all(mark & 1 for mark in marks):
-                raise _checked(_mismatch(calls))
-            raise _mismatch(calls)
+            kind = CheckedMismatchError if all(mark & 1 for mark in marks) else MismatchError
+            raise kind(*_mismatch(calls))
     if tables:
         check_tables([read(header)[0] for header in headers])
 
 
-def _mark_of(header: memoryview) -> int:
-    mark: int = struct.unpack_from("<q", header, _MARK)[0]
-    return mark
-
-
-def _mismatch(calls: Sequence[Call]) -> MismatchError:
+def _mismatch(calls: Sequence[Call]) -> tuple[str, Sequence[object]]:
+    """Return the message about the first difference, and the values of all ranks."""
     kinds = [call.kind for call in calls]
     if len(set(kinds)) > 1:
-        return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}", kinds)
-    fields: dict[str, list[object]] = {
+        return f"ranks call different collectives: {_by_rank(kinds)}", kinds
+    ops = ["none" if call.op < 0 else ReduceOp.RedOpType(call.op).name for call in calls]
+    fields: dict[str, Sequence[object]] = {
         "dtype": [call.dtype for call in calls],
-        "reduce op": [_op_name(call.op) for call in calls],
+        "reduce op": ops,
         "root": [call.root for call in calls],
         "number of elements": [call.numel for call in calls],
         "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
@@ -188,18 +188,12 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
         del fields["number of elements"]  # compared by `_misfit`
     for field, values in fields.items():
         if len(set(values)) > 1:
-            text = f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}"
-            return MismatchError(text, values)
-    if (misfit := _misfit(calls)) is not None:
-        return misfit
-    return MismatchError(
+            return f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}", values
+    unclear = (
         f"ranks call {kinds[0]} for different operations of gradwire.collectives, or for the "
         "backward of different calls: set GRADWIRE_CHECKS=1 to see which arguments differ"
     )
-
-
-def _checked(error: MismatchError) -> CheckedMismatchError:
-    return CheckedMismatchError(str(error), error.values)
+    return _misfit(calls) or unclear, ()
 
 
 def check_tables(calls: Sequence[Call]) -> None:
@@ -208,24 +202,18 @@ def check_tables(calls: Sequence[Call]) -> None:
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]
             if count != expected:
-                raise _other_size(call.kind, source, target, count, expected)
+                raise MismatchError(_other_size(call.kind, source, target, count, expected))
 
 
-def _other_size(kind: str, source: int, target: int, count: int, expected: int) -> MismatchError:
-    return MismatchError(
+def _other_size(kind: str, source: int, target: int, count: int, expected: int) -> str:
+    return (
         f"ranks disagree on {kind}'s number of elements: rank {source} has {count} for rank "
         f"{target}, which expects {expected}"
     )
 
 
-def _fit_root(calls: Sequence[Call]) -> bool:
-    """Return True if all ranks call the same gather or scatter, with the sizes in the table."""
-    alike = {(call.kind, call.dtype, call.root) for call in calls}
-    return len(alike) == 1 and calls[0].kind in _ROOTED and _misfit(calls) is None
-
-
-def _misfit(calls: Sequence[Call]) -> MismatchError | None:
-    """Return the error of the first rank whose block differs in size from the root's entry."""
+def _misfit(calls: Sequence[Call]) -> str | None:
+    """Return the message about the first rank whose block differs from the root's entry in size."""
     kind, root = calls[0].kind, calls[0].root
     if kind not in _ROOTED or all(call.sends for call in calls):
         return None  # between hosts, every rank sends tables
@@ -240,10 +228,6 @@ def _misfit(calls: Sequence[Call]) -> MismatchError | None:
         if count != expected:
             return _other_size(kind, root, rank, expected, count)
     return None
-
-
-def _op_name(op: int) -> str:
-    return "none" if op < 0 else str(ReduceOp.RedOpType(op).name)
 
 
 def _by_rank(values: Sequence[object]) -> str:

@@ -171,16 +171,12 @@ class Incoming:
                 self._recover()
                 raise
             if not waits:
-                self._wait_beside(work, min(_POLL_SECONDS, _left(deadline)))
-
-    def _wait_beside(self, work: ShmWork, seconds: float) -> None:
-        """Wait while another thread waits at the ring, or there is no ring yet."""
-        this = object()
-        try:
-            self.want(this)
-            wait_until(work.is_done, seconds)
-        finally:
-            self.unwant(this)
+                # another thread waits at the ring, or there is no ring yet
+                try:
+                    self.want(lock)
+                    wait_until(work.is_done, min(_POLL_SECONDS, _left(deadline)))
+                finally:
+                    self.unwant(lock)
 
     def want(self, waiter: object) -> None:
         """Have the sender wake this rank for each message, until `unwant`."""
@@ -221,7 +217,7 @@ class Incoming:
             ring.stop_listening()
             # messages from here on wait for the next poll, or the sender wakes this rank if it is
             # wanted; a loss sets `_again`
-            arrivals.forget_ready()
+            arrivals.ready = None
             if arrivals.has_notices() or (self._wanting and ring.head() is not None):
                 limit = ring.taken + SLOTS
                 arrivals.take_all(lambda: ring.taken >= limit)

@@ -141,13 +141,25 @@ class GroupState:
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
         self._next(call.kind)
-        if inline:
-            self._write_inline(call.dtype, inline)
+        if len(inline) == 1:
+            self.all_inline(call.dtype, inline[0].numel())[self.rank].copy_(inline[0])
+        elif inline:
+            start = 0
+            for block in inline:
+                if count := block.numel():  # in a gather most are empty
+                    self.inline(self.rank, call.dtype, start, count).copy_(block)
+                    start += count
         self._shown[self._parity] = None
         write(self._headers[self._parity][self.rank], call, location, self._mark)
         self._mark = 0
+        self.sync()
         # only the root of a gather or scatter has tables, marked by UNEVEN: compared separately
-        self._meet(tables=bool(call.sends) and (call.numel != UNEVEN or self.size == 1))
+        tables = bool(call.sends) and (call.numel != UNEVEN or self.size == 1)
+        # takes less than 1 µs, and turns any mismatch into the same error on all ranks
+        parts = self._compared[self._parity]
+        fit = self.alike = parts.count(parts[self.rank]) == self.size
+        if not fit or (tables and not torch.equal(*self._tables[self._parity])):
+            self._check_consistent(tables=tables)
 
     def short_exchange(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
         """Return a function that runs `announce` with short data, for a call that is repeated.
@@ -200,14 +212,6 @@ class GroupState:
         # all ranks have ended the collective before the last
         self._regions.release_ended(self._deadline.seconds)
 
-    def _meet(self, *, tables: bool) -> None:
-        self.sync()
-        # takes less than 1 µs, and turns any mismatch into the same error on all ranks
-        parts = self._compared[self._parity]
-        fit = self.alike = parts.count(parts[self.rank]) == self.size
-        if not fit or (tables and not torch.equal(*self._tables[self._parity])):
-            self._check_consistent(tables=tables)
-
     def _check_consistent(self, *, tables: bool) -> None:
         try:
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
@@ -222,16 +226,6 @@ class GroupState:
     def call_of(self, rank: int) -> Call:
         """Return the announced call of a rank, in gather and scatter."""
         return read(self._headers[self._parity][rank])[0]
-
-    def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
-        if len(blocks) == 1:
-            self.all_inline(dtype, blocks[0].numel())[self.rank].copy_(blocks[0])
-            return
-        start = 0
-        for block in blocks:
-            if count := block.numel():  # in a gather most are empty
-                self.inline(self.rank, dtype, start, count).copy_(block)
-                start += count
 
     def locations(self) -> list[Location]:
         """Return the announced location of each rank's data."""
@@ -422,10 +416,6 @@ class GroupState:
             self._upfront[number] = region.chunk(2)
         parity = self._parity ^ 1
         return Location(number, half * parity), self._upfront[number][parity].view(dtype)
-
-    def own_upfront(self, dtype: torch.dtype, location: Location) -> Tensor:
-        """Return the memory that `upfront` returned with this location; after `announce`."""
-        return self._upfront[location.region][self._parity].view(dtype)
 
     @property
     def ring(self) -> Ring:

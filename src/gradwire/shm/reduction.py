@@ -313,7 +313,9 @@ class SharedMemory(Movement):
             for r, at in enumerate(locations)
         ]
         own = locations[rank]
-        shown = self.own_upfront(dtype, own)[:count] if own.region < USERS else flat
+        shown = flat
+        if own.region < USERS:
+            shown = self._upfront[own.region][self._parity].view(dtype)[:count]
         result = shown[start:stop] if call.root in (-1, rank) else sources[call.root]
         reduce_into(result, sources, call.op)
         if call.root < 0:
