@@ -35,7 +35,7 @@ from gradwire.shm.header import (
     check_consistent,
     check_tables,
     header_bytes,
-    write,
+    packed,
 )
 from gradwire.shm.reduction import HALF, SUM, SharedMemory, number_of, reduce_into
 from gradwire.shm.rendezvous import Teams
@@ -280,30 +280,26 @@ class AcrossHosts:
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
-        header = bytearray(_HEADER_BYTES)
         described = call._replace(sends=(), receives=())
-        write(memoryview(header), described, Location(INLINE), self._mark)
+        header = bytearray(packed(described, Location(INLINE), self._mark))
         self._mark = 0
-        row[:_HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
+        row[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
         if data is not None and nbytes <= _BESIDE_HEADER:
             row[_HEADER_BYTES : _HEADER_BYTES + nbytes] = data.view(torch.uint8)
         rows = self.gather_rows(row)
         headers = [memoryview(bytes(r[:_HEADER_BYTES].tolist())) for r in rows]
         check_consistent(headers, self.rank, tables=False)
         if call.sends:
-            self._compare_tables(call)
+            table = torch.tensor([*call.sends, *call.receives], dtype=torch.int64)
+            tables = self.gather_rows(table.view(torch.uint8)).view(torch.int64).tolist()
+            size = self.size
+            check_tables([call._replace(sends=t[:size], receives=t[size:]) for t in tables])
         if nbytes <= _BESIDE_HEADER:
             return [r[_HEADER_BYTES : _HEADER_BYTES + nbytes] for r in rows]
         if nbytes <= SHORT_BYTES:
             row = torch.zeros(nbytes, dtype=torch.uint8) if data is None else data.view(torch.uint8)
             return list(self.gather_rows(row))
         return None
-
-    def _compare_tables(self, call: Call) -> None:
-        table = torch.tensor([*call.sends, *call.receives], dtype=torch.int64)
-        tables = self.gather_rows(table.view(torch.uint8)).view(torch.int64).tolist()
-        size = self.size
-        check_tables([call._replace(sends=each[:size], receives=each[size:]) for each in tables])
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """Return every rank's row of bytes, in rank order; all rows have the same length."""
@@ -348,8 +344,8 @@ class AcrossHosts:
         """Copy a list of the root's tensors to all ranks."""
         total, checksum = sum(flat.nbytes for flat in flats), checksum_of(flats)
         self.announce(Call("broadcast_coalesced", numel=total, root=root, checksum=checksum))
-        for packed in _packs(flats):
-            parts = [flat.view(torch.uint8) for flat in packed]
+        for pack in _packs(flats):
+            parts = [flat.view(torch.uint8) for flat in pack]
             together = parts[0] if len(parts) == 1 else torch.cat(parts)
             _Broadcast(self, together, root).run()
             if len(parts) > 1 and self.rank != root:

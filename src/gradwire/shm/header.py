@@ -95,27 +95,9 @@ def header_bytes(size: int) -> int:
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
-def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
-    """Write a header; a mark of 0 means none."""
-    _FIXED.pack_into(buffer, 0, *_fixed(call, location, mark))
-    if call.sends:
-        struct.pack_into(
-            f"<{2 * len(call.sends)}q", buffer, _FIXED.size, *call.sends, *call.receives
-        )
-
-
-def packed(call: Call, location: Location) -> bytes:
-    """Return the bytes that `write` writes for a call without tables and mark."""
-    return _FIXED.pack(*_fixed(call, location, 0))
-
-
-def write_mark(buffer: memoryview, mark: int) -> None:
-    """Write a call's mark into a header."""
-    struct.pack_into("<q", buffer, _MARK, mark)
-
-
-def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:
-    return (
+def packed(call: Call, location: Location, mark: int = 0) -> bytes:
+    """Return the bytes of a header; a mark of 0 means none."""
+    return _FIXED.pack(
         _KIND_NUMBERS[call.kind],
         NUMBERS[call.dtype],
         call.op,
@@ -125,7 +107,12 @@ def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:
         mark,
         len(call.sends),
         *location,
-    )
+    ) + struct.pack(f"<{2 * len(call.sends)}q", *call.sends, *call.receives)
+
+
+def write_mark(buffer: memoryview, mark: int) -> None:
+    """Write a call's mark into a header."""
+    struct.pack_into("<q", buffer, _MARK, mark)
 
 
 def read(buffer: memoryview) -> tuple[Call, Location]:

@@ -34,7 +34,6 @@ from gradwire.shm.header import (
     location_of,
     packed,
     read,
-    write,
     write_mark,
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
@@ -86,7 +85,7 @@ class GroupState:
         self.rank, self.size = rank, size
         self._others = [peer for peer in range(size) if peer != rank]
         try:
-            self._processes = {peer: process_of(peers[peer]) for peer in self._others}
+            self._processes = {peer: process_of(peers[peer])[0] for peer in self._others}
             self._spins = spins_for(self._processes.values())
             segment = GroupSegment(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
@@ -150,7 +149,8 @@ class GroupState:
                     self.inline(self.rank, call.dtype, start, count).copy_(block)
                     start += count
         self._shown[self._parity] = None
-        write(self._headers[self._parity][self.rank], call, location, self._mark)
+        header = packed(call, location, self._mark)
+        self._headers[self._parity][self.rank][: len(header)] = header
         self._mark = 0
         self.sync()
         # only the root of a gather or scatter has tables, marked by UNEVEN: compared separately

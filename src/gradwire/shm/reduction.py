@@ -131,15 +131,11 @@ def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
         out.copy_(total)
 
 
-def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
+def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], object]:
     """Return `reduce_into` for an op and a number of pieces, none of which is empty."""
     if count == 2 and op != _AVG:
         function = OPS[op]
-
-        def reduce_two(out: Tensor, pieces: Sequence[Tensor]) -> None:
-            function(pieces[0], pieces[1], out=out)
-
-        return reduce_two
+        return lambda out, pieces: function(pieces[0], pieces[1], out=out)
     return lambda out, pieces: reduce_into(out, pieces, op)
 
 
@@ -147,18 +143,6 @@ _CACHED_BYTES = 256 << 10
 """Size of pieces that stay in a core's cache from the additions to the copies of the result."""
 _UNCUT_BYTES = 4 << 20
 """Maximum size of a share that is not cut: pieces take 1.2 to 1.5 of the time of 2 to 6 MiB."""
-
-
-def _reduce_for_all(tensors: Sequence[Tensor], op: int) -> None:
-    """Set all tensors to their reduction."""
-    reduce_pieces, copy_piece = reducer(op, len(tensors)), copy_to_all(tensors[0], tensors[1:])
-    start = 0
-    for pieces in _in_pieces(tensors):
-        result = pieces[0]
-        reduce_pieces(result, pieces)
-        nbytes = result.nbytes
-        copy_piece(start, nbytes)
-        start += nbytes
 
 
 def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
@@ -297,7 +281,14 @@ class SharedMemory(Movement):
             for pieces in _in_pieces(tensors):
                 reduce_into(pieces[call.root], pieces, call.op)
         else:
-            _reduce_for_all(tensors, call.op)
+            reduce_pieces = reducer(call.op, len(tensors))
+            copy_piece = copy_to_all(tensors[0], tensors[1:])
+            start = 0
+            for pieces in _in_pieces(tensors):
+                reduce_pieces(pieces[0], pieces)
+                nbytes = pieces[0].nbytes
+                copy_piece(start, nbytes)
+                start += nbytes
         self.sync()
 
     def _reduce_and_fetch(self, call: Call, locations: Sequence[Location], flat: Tensor) -> None:
@@ -433,24 +424,14 @@ class KnownCalls:
         known = self._of.get(key)
         if known is None and tensor.dtype in NUMBERS:
             check_reduction(op, tensor.dtype)
-            if key in self._of:
-                return self._make(key)
-            self._keep(key, None)
+            nbytes = tensor.nbytes
+            if nbytes and key in self._of:
+                kind = _Short if nbytes <= self._state.inline_bytes else _Long
+                known = kind(self._state, key)
+            if len(self._of) >= _KEPT:
+                self._of.clear()
+            self._of[key] = known
         return known
-
-    def _make(self, key: Key) -> KnownCall | None:
-        nbytes = key[0].numel() * key[1].itemsize
-        if not nbytes:
-            return None
-        kind = _Short if nbytes <= self._state.inline_bytes else _Long
-        made = kind(self._state, key)
-        self._keep(key, made)
-        return made
-
-    def _keep(self, key: Key, made: KnownCall | None) -> None:
-        if len(self._of) >= _KEPT:
-            self._of.clear()
-        self._of[key] = made
 
     def clear(self) -> None:
         """Release the shared memory."""

@@ -71,7 +71,12 @@ def shm_backend_of(group: ProcessGroup) -> Operations | None:
     if isinstance(group, Operations):
         return group
     if group not in _members:
-        _members[group] = _backend_of(group)
+        cpu, backend = torch.device("cpu"), None
+        if PYTHON_BACKENDS and cpu in group._device_types:
+            backend = group._get_backend(cpu)
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+            backend = getattr(backend, "wrapped_pg", backend)
+        _members[group] = backend if isinstance(backend, Operations) else None
     return _members[group]
 
 
@@ -92,15 +97,6 @@ def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
             'group is not on shm: pass one that new_group(backend="shm") or init_process_group made'
         )
     return member.teams
-
-
-def _backend_of(group: ProcessGroup) -> Operations | None:
-    cpu = torch.device("cpu")
-    if not PYTHON_BACKENDS or cpu not in group._device_types:
-        return None
-    backend = group._get_backend(cpu)
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return backend if isinstance(backend, Operations) else None
 
 
 def empty(

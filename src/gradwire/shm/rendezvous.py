@@ -169,8 +169,22 @@ def connect_all(
         OSError: A system limit was reached, such as that on open files.
     """
     peers: dict[int, socket.socket] = {}
+    label = f"/{host}".encode()
     try:
-        return peers, _connect(store, rank, size, timeout, identity, host, peers)
+        with Listener() as listener:
+            store.set(f"address/{rank}", listener.name + label.decode())
+            for lower, address in enumerate(values_of_ranks(store, "address", rank, _JOIN)):
+                name, _, of_host = address.partition(b"/")
+                if b"/" + of_host == label and (found := _connect_to(name, identity, rank)):
+                    peers[lower] = found
+            store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
+            teams = find_teams(_reached(store, size))
+            own = next(team for team in teams if rank in team)
+            for lower in peers.keys() - set(own):
+                peers.pop(lower).close()
+            higher = [other for other in own if other > rank]
+            listener.accept(peers, higher, identity, Deadline(timeout.total_seconds()))
+            return peers, teams
     except BaseException as error:
         for connection in peers.values():
             connection.close()
@@ -181,34 +195,6 @@ def connect_all(
             f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
             "group was formed"
         ) from error
-
-
-def _connect(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    identity: int,
-    host: str,
-    peers: dict[int, socket.socket],
-) -> tuple[tuple[int, ...], ...]:
-    """Fill `peers` with the connections to this rank's team; return all teams."""
-    label = f"/{host}".encode()
-    with Listener() as listener:
-        store.set(f"address/{rank}", listener.name + label.decode())
-        for lower, address in enumerate(values_of_ranks(store, "address", rank, _JOIN)):
-            name, _, of_host = address.partition(b"/")
-            connection = _connect_to(name, identity, rank) if b"/" + of_host == label else None
-            if connection is not None:
-                peers[lower] = connection
-        store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
-        teams = find_teams(_reached(store, size))
-        own = next(team for team in teams if rank in team)
-        for lower in peers.keys() - set(own):
-            peers.pop(lower).close()
-        higher = [other for other in own if other > rank]
-        listener.accept(peers, higher, identity, Deadline(timeout.total_seconds()))
-        return teams
 
 
 def _reached(store: Store, size: int) -> list[list[int]]:
@@ -355,20 +341,16 @@ def _greeting(connection: socket.socket) -> tuple[int | None, int]:
     return _GREETING.unpack(data) if len(data) == _GREETING.size else _NO_GREETING
 
 
-def process_of(connection: socket.socket) -> int:
-    """Return the pid of a connection's peer; 0 if it has none in this process's namespace."""
-    return _credentials(connection)[0]
+def process_of(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user of a connection's peer; pid 0 if it has none in this namespace."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
 
 
 def _same_user(connection: socket.socket) -> bool:
     """Return True if the peer's process belongs to the same user."""
-    return _credentials(connection)[1] == os.geteuid()
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(data)
-    return pid, uid, gid
+    return process_of(connection)[1] == os.geteuid()
 
 
 def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:

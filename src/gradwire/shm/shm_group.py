@@ -162,7 +162,8 @@ class Group:
         inputs = tensors if sources is None else sources
         entry = self._record(op, inputs, tensors, observed)
         if any(map(Tensor.is_inference, tensors)):
-            job = partial(_in_inference_mode, job)
+            # inference mode is per thread, and needed to write inference tensors
+            job = torch.inference_mode()(job)
         return self._run_or_queue(job, tensors, opts, entry)
 
     def submit_known(
@@ -215,7 +216,9 @@ class Group:
     def _run_or_queue(
         self, job: Job, tensors: Sequence[Tensor], opts: Any, entry: Entry | None
     ) -> Work:
-        mark, own = self._take_mark(), opts.timeout.total_seconds()
+        if mark := self._marks.next:
+            self._marks.next = 0
+        own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self.seconds
         wait = not opts.asyncOp
         if wait and self._run_at_once(job, mark, seconds, entry):
@@ -297,12 +300,6 @@ class Group:
             yield
         finally:
             self._marks.next = 0
-
-    def _take_mark(self) -> int:
-        mark = self._marks.next
-        if mark:
-            self._marks.next = 0
-        return mark
 
     # --- the end ---
 
@@ -390,9 +387,3 @@ if hasattr(os, "register_at_fork"):
 def kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
     """Return tensors that a job uses instead of the caller's, which may change meanwhile."""
     return aliases(tensors) if opts.asyncOp else tensors
-
-
-def _in_inference_mode(job: Job) -> None:
-    """Run a job in inference mode, which is per thread and needed to write inference tensors."""
-    with torch.inference_mode():
-        job()

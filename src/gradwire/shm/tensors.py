@@ -61,15 +61,23 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         ArgumentError: A dtype or layout is not supported.
         NotSupportedError: A tensor is not on the CPU.
     """
-    if torch._C._are_functorch_transforms_active():
-        _check_no_transform(tensors)
+    if torch._C._are_functorch_transforms_active() and any(
+        map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)
+    ):
+        raise ArgumentTypeError(
+            "a tensor belongs to a transform of torch.func, such as vmap, which process groups do "
+            "not support: call the function of gradwire.collectives instead"
+        )
     for tensor in tensors:
         if (  # one condition for ordinary tensors: a list may contain thousands
             isinstance(tensor, Tensor)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
-            and (type(tensor) in _PLAIN or not _is_wrapper(tensor))
+            and (
+                type(tensor) in _PLAIN
+                or not (hasattr(tensor, "to_local") or hasattr(tensor, "fake_mode"))
+            )
             and tensor.dtype in NUMBERS
             and (tensor.data_ptr() or not tensor.numel() or tensor._is_zerotensor())
         ):
@@ -127,18 +135,6 @@ def check_sparse(tensor: Tensor) -> None:
     if getattr(tensor, "layout", None) is not torch.sparse_coo or not tensor.sparse_dim():
         raise ArgumentError("allreduce_sparse takes a tensor in COO layout with a sparse dim")
     check_tensors([tensor.detach()._values()])
-
-
-def _check_no_transform(tensors: Sequence[Tensor]) -> None:
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        raise ArgumentTypeError(
-            "a tensor belongs to a transform of torch.func, such as vmap, which process groups do "
-            "not support: call the function of gradwire.collectives instead"
-        )
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local") or hasattr(tensor, "fake_mode")
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -288,8 +288,11 @@ class Queue:
             BrokenGroupError, NotSupportedError: See `submit`.
         """
         with self._order:
-            if not self._is_free():
+            if self._closed or self._inline_in:
+                self._check_open()
                 return False
+            if self._submitted != self._ended or self._is_threads():
+                return False  # an operation is pending
             self._enter()
         return True
 
@@ -312,13 +315,6 @@ class Queue:
         if self._closed:  # by a signal handler since the check
             self.leave()
             self._check_open()
-
-    def _is_free(self) -> bool:
-        """Return True if no operation is pending; call it with the lock held."""
-        if self._closed or self._inline_in:
-            self._check_open()
-            return False
-        return self._submitted == self._ended and not self._is_threads()
 
     def submit(self, job: Job, work: ShmWork) -> ShmWork:
         """Run a job in the thread after those submitted before.
