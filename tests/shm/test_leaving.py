@@ -215,11 +215,9 @@ class Listening:
     def __init__(self, connection: socket.socket) -> None:
         self.received: list[object] = []
         self.lost = threading.Event()
-        self.links = Links(
-            {1: connection},
-            lambda peer, message: self.received.append(message.data),
-            lambda peer: self.lost.set(),
-        )
+        self.links = Links({1: connection})
+        self.links.receive = lambda peer, message: self.received.append(message.data)
+        self.links.on_lost = lambda peer: self.lost.set()
         self.links.start()
 
 
@@ -277,7 +275,7 @@ def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:
 
 
 def test_threads_that_allocate_at_once_get_regions_of_their_own() -> None:
-    links, kept = Links({}, lambda *_: None, lambda *_: None), []
+    links, kept = Links({}), []
     regions = Regions(links)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
