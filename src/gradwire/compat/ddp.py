@@ -28,16 +28,19 @@ from gradwire._torch import (
 )
 from gradwire.compat.comm_hooks import BUCKET_TABLE, _broadcast_coalesced, adapt_hook
 from gradwire.compat.replacements import (
+    CHANGED,
+    READY_TWICE,
     RefusedError,
     Replacement,
     constructor_error,
-    unexpected_gradient,
     unfinished_reduction,
+    with_phrase,
 )
 from gradwire.ddp import WeakHook
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 
 BROADCAST_BYTES = 250 << 20
+C10_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 class DistributedDataParallel(ours.DistributedDataParallel):
@@ -252,9 +255,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._reduced.reword_unexpected(WeakHook(self._unexpected_gradient))
 
     def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
-        reworded = unexpected_gradient(error, static=self.static_graph)
-        self._error = str(reworded)
-        return reworded
+        phrase = CHANGED if self.static_graph else READY_TWICE
+        self._error = with_phrase(str(error), phrase)
+        return ReductionError(self._error, error.parameters)
 
     def _reduced_parameters(self) -> dict[str, Parameter]:
         """Return reduced parameters by name, in the order of PyTorch's parameter indices."""
@@ -267,54 +270,48 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             raise ArgumentError(f"sample_rate is {sample_rate}: give 1 or more")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Return gradwire's logging_data under PyTorch's names, with times in ns."""
-        logged = logging_dict(self) | {"join_uneven_inputs": int(self._uneven is not None)}
+        """Return gradwire's logging_data of the last step under PyTorch's names, times in ns."""
+        data = self.logging_data()
+        named = self._reduced_parameters()
+        numbers = {n: i for i, n in enumerate(named)}
+        sizes = ", ".join(str(b.bytes) for b in data.buckets)
+        dtypes = {
+            C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in named.values()
+        }
+        members = (" ".join(str(numbers.get(n, -1)) for n in b.parameters) for b in data.buckets)
+        logged: dict[str, str | int] = {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(self.process_group),
+            "iteration": max(0, data.steps - 1),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "dtypes": ", ".join(sorted(dtypes)),
+            "num_parameter_tensors": len(named),
+            "total_parameter_size_bytes": sum(p.nbytes for p in named.values()),
+            "bucket_sizes": sizes,
+            "num_buckets_reduced": data.buckets_sent,
+            "has_rebuilt_buckets": int(data.rebuilt),
+            "join_uneven_inputs": int(self._uneven is not None),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.modules())),
+            "forward_compute_time": int(data.forward_seconds * 1e9),
+            "backward_compute_time": int(data.backward_seconds * 1e9),
+            "backward_comm_time": int(data.communication_seconds * 1e9),
+            "backward_compute_comm_overlap_time": int(
+                max(0.0, data.communication_seconds - data.exposed_seconds) * 1e9
+            ),
+        }
+        if data.rebuilt:
+            logged["rebuilt_bucket_sizes"] = sizes
+            logged["rebuilt_per_bucket_param_indices"] = ", ".join(members)
+        if data.hook is not None:
+            logged["comm_hook"] = data.hook
         if self._builtin_hook is not None:
             logged["comm_hook"] = str(self._builtin_hook)
         return logged | ({"has_error": 1, "error": self._error} if self._error else {})
-
-
-C10_NAMES = {torch.float32: "float", torch.float64: "double"}
-
-
-def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
-    """Return PyTorch's logging data of a wrapped module and its last step, with times in ns."""
-    data = net.logging_data()
-    named = net._reduced_parameters()
-    numbers = {n: i for i, n in enumerate(named)}
-    sizes = ", ".join(str(b.bytes) for b in data.buckets)
-    dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in named.values()}
-    members = (" ".join(str(numbers.get(n, -1)) for n in b.parameters) for b in data.buckets)
-    logged: dict[str, str | int] = {
-        "world_size": net.process_group.size(),
-        "rank": net.process_group.rank(),
-        "module_name": type(net.module).__name__,
-        "backend_name": dist.get_backend(net.process_group),
-        "iteration": max(0, data.steps - 1),
-        "broadcast_buffers": int(net.broadcast_buffers),
-        "find_unused_parameters": int(net.find_unused_parameters),
-        "gradient_as_bucket_view": int(net.gradient_as_bucket_view),
-        "static_graph": int(net.static_graph),
-        "dtypes": ", ".join(sorted(dtypes)),
-        "num_parameter_tensors": len(named),
-        "total_parameter_size_bytes": sum(p.nbytes for p in named.values()),
-        "bucket_sizes": sizes,
-        "num_buckets_reduced": data.buckets_sent,
-        "has_rebuilt_buckets": int(data.rebuilt),
-        "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in net.modules())),
-        "forward_compute_time": int(data.forward_seconds * 1e9),
-        "backward_compute_time": int(data.backward_seconds * 1e9),
-        "backward_comm_time": int(data.communication_seconds * 1e9),
-        "backward_compute_comm_overlap_time": int(
-            max(0.0, data.communication_seconds - data.exposed_seconds) * 1e9
-        ),
-    }
-    if data.rebuilt:
-        logged["rebuilt_bucket_sizes"] = sizes
-        logged["rebuilt_per_bucket_param_indices"] = ", ".join(members)
-    if data.hook is not None:
-        logged["comm_hook"] = data.hook
-    return logged
 
 
 TABLE = (

@@ -183,17 +183,11 @@ def constructor_error(
             phrase = "Cannot specify both process_group and device_mesh arguments."
     elif isinstance(module, nn.Module) and any(map(is_lazy, module.parameters())):
         phrase = "Modules with uninitialized parameters can't be used"
-    return RefusedError(_with(str(error), phrase))
+    return RefusedError(with_phrase(str(error), phrase))
 
 
-def _with(text: str, phrase: str | None) -> str:
+def with_phrase(text: str, phrase: str | None) -> str:
     return f"{text} (PyTorch's message: {phrase})" if phrase else text
-
-
-def unexpected_gradient(error: ReductionError, *, static: bool) -> ReductionError:
-    """Return the error for a second gradient, or for one that the static graph did not have."""
-    phrase = CHANGED if static else READY_TWICE
-    return ReductionError(_with(str(error), phrase), error.parameters)
 
 
 def unfinished_reduction(

@@ -34,7 +34,8 @@ def copy_into(
             if target.device == HOST and has_streams(source.device):
                 to_host.add(source.device)
             target.copy_(source, non_blocking=has_streams(source.device))
-    wait_for(to_host)
+    for device in to_host:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -76,12 +77,8 @@ def buckets_of(
     tensors: Sequence[Tensor], sparse: Sequence[bool], buffer_size: int
 ) -> Sequence[Sequence[int]]:
     """Return the indices of the tensors in each buffer: of one dtype; sparse tensors are alone."""
-    sizes = [
-        0 if alone else t.numel() * t.element_size()
-        for t, alone in zip(tensors, sparse, strict=True)
-    ]
-    dtypes = [t.dtype for t in tensors]
-    same_device = [None] * len(dtypes)
+    sizes = [0 if t.layout != torch.strided else t.nbytes for t in tensors]
+    dtypes, same_device = [t.dtype for t in tensors], [None] * len(tensors)
     return plan_buckets(sizes, dtypes, same_device, [buffer_size], alone=sparse).buckets
 
 
@@ -169,12 +166,6 @@ def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> No
     current.wait_stream(side)
 
 
-def wait_for(devices: set[torch.device]) -> None:
-    """Block until the work on each device's current stream is complete."""
-    for device in devices:
-        torch.accelerator.current_stream(device).synchronize()
-
-
 def nccl_takes(tensors: Sequence[Tensor]) -> bool:
     """Return True if NCCL can copy the tensors, which must be dense and on different GPUs."""
     return all(
@@ -192,8 +183,6 @@ def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 # --- chunks ---
-
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
@@ -251,11 +240,8 @@ def concat_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
 
 def _common_format(tensors: Sequence[Tensor]) -> torch.memory_format:
     """Return the memory format that all tensors have, contiguous if there is none."""
-    for memory_format in _FORMATS:
-        rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(memory_format)
-        if rank in (None, tensors[0].dim()) and all(
-            t.is_contiguous(memory_format=memory_format) for t in tensors
-        ):
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if all(t.is_contiguous(memory_format=memory_format) for t in tensors):
             return memory_format
     return torch.contiguous_format
 

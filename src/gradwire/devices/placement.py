@@ -44,38 +44,31 @@ def as_device(device: Device, name: str) -> torch.device:
             f"{name} is {device!r}, a {type(device).__name__}: give a torch.device, its string or "
             "an accelerator's index"
         )
+    current, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device, int):
-        return _accelerator(device, name)
+        if device < 0:
+            raise ArgumentError(f'{name} is {device}: give an index ≥ 0, or "cpu" for the host')
+        if current is None or device >= count:
+            raise ArgumentError(
+                f"{name} is {device}, this machine has {count} accelerators: give an index below "
+                'that, or "cpu"'
+            )
+        return torch.device(current.type, device)
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise ArgumentError(f"{name} is {device!r}: {error}") from error
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
-    current = torch.accelerator.current_accelerator()
     same = current is not None and current.type == found.type
-    if found.type in _COUNTED and (found.index or 0) >= (torch.accelerator.device_count() * same):
+    if found.type in _COUNTED and (found.index or 0) >= count * same:
         raise ArgumentError(
-            f"{name} is {str(found)!r}, this machine has "
-            f"{torch.accelerator.device_count() * same} devices of that type: give an existing "
-            'device, or "cpu"'
+            f"{name} is {str(found)!r}, this machine has {count * same} devices of that type: give "
+            'an existing device, or "cpu"'
         )
     if found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index() if same else 0)
     return found
-
-
-def _accelerator(index: int, name: str) -> torch.device:
-    if index < 0:
-        raise ArgumentError(f'{name} is {index}: give an index ≥ 0, or "cpu" for the host')
-    kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count()
-    if kind is None or index >= count:
-        raise ArgumentError(
-            f"{name} is {index}, this machine has {count} accelerators: give an index below that, "
-            'or "cpu"'
-        )
-    return torch.device(kind.type, index)
 
 
 def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
