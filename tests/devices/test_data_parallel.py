@@ -147,15 +147,6 @@ def test_batch_norm_in_training(policy: Any) -> None:
     assert buffers["bn.num_batches_tracked"].item() == 1
 
 
-def test_statistics_reach_the_replicas_although_no_version_counter_shows_them() -> None:
-    parallel = DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2)
-    x = torch.randn(8, 2) + 5
-    for _ in range(3):
-        parallel(x)
-    parallel.eval()
-    torch.testing.assert_close(parallel(x), parallel.module(x))
-
-
 def test_an_unknown_policy() -> None:
     with pytest.raises(ArgumentError, match="buffers is 'last'"):
         DataParallel(Cnn(), CPUS, buffers="last")  # type: ignore[arg-type]
@@ -295,23 +286,6 @@ def test_a_buffer_with_two_names_that_is_assigned_by_one(policy: Any) -> None:
     assert (parallel.module.count.item(), parallel.module.start.item()) == (2, 0)
 
 
-def test_buffers_that_require_grad() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.randn(5, dtype=torch.float64, requires_grad=True))
-            self.register_buffer("shift", torch.randn(5, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale + self.shift
-
-    module = Scaled()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    parallel = DataParallel(module, ["cpu"] * 2)
-    parallel(x).sum().backward()
-    torch.testing.assert_close(module.scale.grad, x.sum(0))
-
-
 def test_multiple_inputs_and_named_ones() -> None:
     class Net(nn.Module):
         def forward(self, a: Tensor, b: Tensor, s: float, c: Tensor | None = None) -> Tensor:
@@ -360,15 +334,6 @@ def test_no_grad_and_inference_mode() -> None:
     assert parallel(x).requires_grad
 
 
-def test_double_backward_through_replicas() -> None:
-    net = nn.Linear(4, 1)
-    x = torch.ones(2, 4, requires_grad=True)
-    out = DataParallel(net, ["cpu"] * 2)(x)
-    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
-    grad.mean().backward()
-    assert torch.equal(net.weight.grad, torch.full((1, 4), 0.25))
-
-
 def test_sparse_gradients() -> None:
     layer = nn.Embedding(10, 5, sparse=True)
     twin = copy.deepcopy(layer)
@@ -377,12 +342,6 @@ def test_sparse_gradients() -> None:
         module(index).square().sum().backward()
     assert layer.weight.grad.is_sparse
     torch.testing.assert_close(layer.weight.grad.to_dense(), twin.weight.grad.to_dense())
-
-
-def test_gradients_have_the_parameters_memory_format() -> None:
-    conv = nn.Conv2d(8, 16, 2).to(memory_format=torch.channels_last)
-    DataParallel(conv, CPUS)(torch.randn(8, 8, 5, 5)).sum().backward()
-    assert conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_module_must_be_on_the_first_device() -> None:
@@ -621,42 +580,6 @@ def test_mixed_formats_and_dtypes_over_two_steps(
         inner = parallel.module
         for conv, memory_format in zip((inner.first, inner.second), formats, strict=True):
             assert conv.weight.grad.is_contiguous(memory_format=memory_format)
-
-
-def test_autocast_inside_the_module() -> None:
-    class Net(nn.Linear):
-        @torch.autocast("cpu", torch.bfloat16)
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    assert DataParallel(Net(8, 8), CPUS)(torch.randn(8, 8)).dtype == torch.bfloat16
-
-
-def test_replicas_see_the_callers_grad_mode() -> None:
-    seen = []
-
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.is_grad_enabled())
-            return x
-
-    with torch.no_grad():
-        DataParallel(Net(), CPUS)(torch.ones(4))
-    DataParallel(Net(), CPUS)(torch.ones(4))
-    assert seen == [False] * 4 + [True] * 4
-
-
-def test_a_first_forward_without_gradients() -> None:
-    """Copies that are made there serve a forward with gradients."""
-    plain = Rnn()
-    parallel = DataParallel(copy.deepcopy(plain), CPUS)
-    x = torch.randn(4, 4, 6)
-    with torch.no_grad():
-        parallel(x)
-    for module in (plain, parallel):
-        module(x).square().mean().backward()
-    for theirs, ours in zip(plain.parameters(), parallel.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_gradients_of_inputs_and_buffers_are_right_twice() -> None:

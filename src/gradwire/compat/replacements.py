@@ -187,6 +187,7 @@ def constructor_error(
 
 
 def with_phrase(text: str, phrase: str | None) -> str:
+    """Return the text with PyTorch's phrase, if there is one."""
     return f"{text} (PyTorch's message: {phrase})" if phrase else text
 
 
