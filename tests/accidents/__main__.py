@@ -198,23 +198,21 @@ def _rate(named: set[int], guilty: set[int]) -> str:
 
 
 def run_all(
-    cases: Sequence[Case], folder: Path, *, at_once: int, keep: bool, cold: bool, hosts: bool
+    cases: Sequence[Case], folder: Path, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Stage accidents, some at a time, and yield their results as they come."""
     read, write = os.pipe()
-    for part in range(at_once):
+    for part in range(options.at_once):
         if os.fork() == 0:
             os.close(read)
-            _work(cases[part::at_once], folder, write, keep=keep, cold=cold, hosts=hosts)
+            _work(cases[part :: options.at_once], folder, write, options)
     os.close(write)
     with os.fdopen(read) as results:
         for line in results:
             yield json.loads(line)
 
 
-def _work(
-    cases: Sequence[Case], folder: Path, results: int, *, keep: bool, cold: bool, hosts: bool
-) -> None:
+def _work(cases: Sequence[Case], folder: Path, results: int, options: argparse.Namespace) -> None:
     """Stage accidents one after the other, and end."""
     be_reaper()
     worker = os.getpid()
@@ -222,9 +220,9 @@ def _work(
         for case in cases:
             program, place = case.source(free_port()), folder / str(case.number)
             shutil.rmtree(place, ignore_errors=True)
-            run = stage(program, place, case.world, load=case.load, cold=cold)
+            run = stage(program, place, case.world, load=case.load)
             found = judge(case, run, program)
-            if hosts:
+            if options.hosts:
                 put_on_two_hosts(case, place / "dumps")
                 run.verdict = explain_again(place)
                 again = judge(case, run, program)
@@ -232,7 +230,7 @@ def _work(
                 slow = again["kind"] == "slow transfer"
                 found["on two hosts"] = "unclear" if slow else again["result"]
             os.write(results, (json.dumps(found) + "\n").encode())
-            if keep:
+            if options.keep:
                 (place / "truth.json").write_text(json.dumps(found, indent=2))
             else:
                 shutil.rmtree(place)
@@ -269,7 +267,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one of each family instead")
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="folder for the programs and dumps")
-    parser.add_argument("--cold", action="store_true", help="new processes instead of forks")
     parser.add_argument("--hosts", action="store_true", help="explain it on two hosts as well")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each")
     return parser.parse_args()
@@ -298,14 +295,7 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="gradwire-accidents-"))
     found = []
     try:
-        for each in run_all(
-            cases,
-            folder,
-            at_once=options.at_once,
-            keep=bool(options.keep),
-            cold=options.cold,
-            hosts=options.hosts,
-        ):
+        for each in run_all(cases, folder, options):
             found.append(each)
             print(json.dumps(each) if options.json else _row(each), flush=True)
     finally:

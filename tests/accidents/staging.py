@@ -71,7 +71,7 @@ class Run:
         self.analyzer = _analyze(folder / "dumps")
 
 
-def stage(source: str, folder: Path, world: int, *, load: int = 0, cold: bool = False) -> Run:
+def stage(source: str, folder: Path, world: int, *, load: int = 0) -> Run:
     """Run a program on ranks until its end, and explain it.
 
     Args:
@@ -79,7 +79,6 @@ def stage(source: str, folder: Path, world: int, *, load: int = 0, cold: bool = 
         folder: Directory to create, for the program and its dumps.
         world: Number of ranks.
         load: Number of busy processes beside the ranks.
-        cold: Run the command instead of forks of this process.
     """
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(source)
@@ -89,12 +88,12 @@ def stage(source: str, folder: Path, world: int, *, load: int = 0, cold: bool = 
     try:
         for _ in range(load):
             _fork(_be_busy)
-        launcher = _start(run, folder, "log.txt", world, cold=cold, stdin=read)
+        launcher = _start(run, folder, "log.txt", world, stdin=read)
         code = _await(launcher, LIMIT)
         if code is None:
             os.kill(launcher, signal.SIGINT)
             code = _await(launcher, _END)
-        _await(_explain(folder, cold=cold), _END)
+        _await(_explain(folder), _END)
     finally:
         if os.getpid() == owner:  # forks unwind their stacks, too
             kill_all()
@@ -108,7 +107,7 @@ def explain_again(folder: Path) -> dict[str, Any]:
     (folder / "verdict.json").unlink()
     owner = os.getpid()
     try:
-        _await(_explain(folder, cold=False), _END)
+        _await(_explain(folder), _END)
     finally:
         if os.getpid() == owner:
             kill_all()
@@ -117,8 +116,8 @@ def explain_again(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _explain(folder: Path, *, cold: bool) -> int:
-    return _start(["explain", "dumps", "--json"], folder, "verdict.json", 0, cold=cold)
+def _explain(folder: Path) -> int:
+    return _start(["explain", "dumps", "--json"], folder, "verdict.json", 0)
 
 
 def free_port() -> int:
@@ -173,15 +172,11 @@ def _await(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _start(
-    arguments: list[str], folder: Path, output: str, world: int, *, cold: bool, stdin: int = -1
-) -> int:
+def _start(arguments: list[str], folder: Path, output: str, world: int, *, stdin: int = -1) -> int:
     """Start `gradwire ARGUMENTS` in a folder, and return its process."""
 
     def be() -> None:
         _enter(folder, output, stdin)
-        if cold:
-            os.execv(sys.executable, [sys.executable, "-m", "gradwire", *arguments])
         _be_command(arguments, [_fork_rank() for _ in range(world)])
 
     return _fork(be)

@@ -7,7 +7,6 @@ import pickle
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import recorder
+from gradwire._processes import wait_until
 from gradwire.recorder import black_box
 from gradwire.recorder import events as noted
 from gradwire.recorder.events import came_from_loading, came_from_waiting
@@ -43,10 +43,7 @@ def test_start_and_stop_leave_no_file_open(tmp_path):
         for _ in range(3):
             recorder.start(tmp_path)
             recorder.stop()
-        end = time.monotonic() + 30
-        while threading.active_count() > threads:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        assert wait_until(lambda: threading.active_count() <= threads, 30)
         return open_files() - before
 
     assert run_ranks(main, world_size=1, backend="shm") == [0]
@@ -62,10 +59,7 @@ def test_start_with_more_than_1024_open_files(tmp_path):
         try:
             recorder.start(tmp_path)
             os.kill(os.getpid(), signal.SIGUSR2)
-            end = time.monotonic() + 30
-            while not list(tmp_path.glob("*rank*")):
-                assert time.monotonic() < end, "no dump was written"
-                time.sleep(0.01)
+            assert wait_until(lambda: bool(list(tmp_path.glob("*rank*"))), 30)
         finally:
             recorder.stop()
             for file in held:
@@ -190,10 +184,7 @@ def test_stop_in_a_fork_leaves_the_parents_recorder(tmp_path):
                 os._exit(0)
             os.waitpid(pid, 0)
             (tmp_path / black_box.REQUEST).write_text("now")
-            end = time.monotonic() + 30
-            while not (tmp_path / "rank_0").exists():
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            assert wait_until((tmp_path / "rank_0").exists, 30)
         finally:
             recorder.stop()
 

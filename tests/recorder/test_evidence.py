@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from gradwire import recorder
+from gradwire._processes import wait_until
 from gradwire.recorder import processes
 from gradwire.recorder.black_box import OWNER
 from gradwire.recorder.crash_files import CrashFiles, ExitNotes
@@ -34,13 +35,6 @@ def fork(run: Callable[[], None]) -> int:
         finally:
             os._exit(0)
     return pid
-
-
-def until(holds: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def end(pid: int) -> int:
@@ -118,8 +112,8 @@ def test_stacks_of_a_process_whose_gil_is_held(tmp_path):
 
     pid = fork(run)
     try:
-        until((tmp_path / "ready").exists)
-        until(lambda: "hold_the_gil" in processes.ask_for_stacks(pid, file))
+        assert wait_until((tmp_path / "ready").exists, 20)
+        assert wait_until(lambda: "hold_the_gil" in processes.ask_for_stacks(pid, file), 20)
     finally:
         end(pid)
 
@@ -139,7 +133,7 @@ def test_child_that_writes_to_a_full_pipe():
         [sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE
     )
     try:
-        until(lambda: processes.describe(child.pid).get("full pipe"))
+        assert wait_until(lambda: processes.describe(child.pid).get("full pipe"), 20)
         found = processes.family(os.getpid(), None)["children"]
         assert [each["full pipe"] for each in found if each["pid"] == child.pid] == [True]
     finally:
@@ -156,7 +150,7 @@ def test_holder_of_a_file_lock(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         pid = fork(run)
         try:
-            until(lambda: processes.describe(pid).get("call") == "flock")
+            assert wait_until(lambda: processes.describe(pid).get("call") == "flock", 20)
             found = processes.describe(pid)
             assert found["holder"] == os.getpid()
             assert found["file"] == str(tmp_path / "lock")
@@ -200,7 +194,7 @@ def recorded(directory: Path, run: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ |= {"RANK": "0", OWNER: str(os.getpid())}
         recorder.start(directory)
-        until((directory / "process-0.json").exists)
+        assert wait_until((directory / "process-0.json").exists, 20)
         run()
 
     return os.waitstatus_to_exitcode(os.waitpid(fork(be_rank), 0)[1])

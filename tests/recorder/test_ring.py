@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.flight_recorder.components import builder, config_manager, loader
 
 from gradwire import recorder
+from gradwire._processes import wait_until
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import black_box, groups, lines
 from gradwire.recorder.files import load, loads
@@ -257,33 +258,27 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 import gradwire
-from gradwire import recorder
 
-dist.init_process_group(sys.argv[1])
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("shm", store=store, rank=int(os.environ["RANK"]), world_size=2)
 dist.all_reduce(torch.ones(1))
 print("ready", flush=True)
 """
 
 
-def start_ranks(directory: Path, more: str, count: int = 2):
+def start_ranks(directory: Path, more: str):
     """Start processes like a launcher, with a store in a file."""
-    script = SCRIPT.replace(
-        "dist.init_process_group(sys.argv[1])",
-        "dist.init_process_group(sys.argv[1], store=dist.FileStore(sys.argv[2], "
-        f"{count}), rank=int(os.environ['RANK']), world_size={count})",
-    )
+    of_all = {"GRADWIRE_RECORDER": str(directory / "dumps"), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script + more, "shm", str(directory / "store")],
-            env=os.environ
-            | {"RANK": str(rank), "GRADWIRE_RECORDER": str(directory / "dumps")}
-            | {"OMP_NUM_THREADS": "1"},
+            [sys.executable, "-c", SCRIPT + more, str(directory / "store")],
+            env=os.environ | of_all | {"RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(count)
+        for rank in range(2)
     ]
 
 
@@ -337,14 +332,9 @@ else:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
         dumps = tmp_path / "dumps"
-        end = time.monotonic() + 30
-        while not (dumps / "process-0.json").exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        assert wait_until((dumps / "process-0.json").exists, 30)
         processes[0].send_signal(signal.SIGUSR2)
-        while not all((dumps / f"rank_{rank}").exists() for rank in (0, 1)):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        assert wait_until(lambda: all((dumps / f"rank_{rank}").exists() for rank in (0, 1)), 30)
         assert load(dumps / "rank_0")["gradwire"]["reason"] == "SIGUSR2"
         assert load(dumps / "rank_1")["gradwire"]["reason"] == "request"
     finally:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import gradwire
+from gradwire._processes import wait_until
 from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder import tracing
 from gradwire.recorder.recording import CollectionRecord, StepRecord
-from gradwire.recorder.trace import page_of, read_trace, summarize
+from gradwire.recorder.trace import LANES, page_of, read_trace, summarize
 from gradwire.recorder.tracing import Offset, find_offset, part_of
 from gradwire.testing import run_ranks
 
@@ -178,10 +179,8 @@ def test_part_files_of_an_earlier_run_are_ignored(tmp_path):
             path.with_name("run.json.1.part").write_text(earlier)
         dist.barrier()
         with gradwire.timeline(path):
-            end = time.monotonic() + 30
-            while dist.get_rank() == 1 and not path.with_name("run.json.0.part").exists():
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            if dist.get_rank() == 1:
+                assert wait_until(path.with_name("run.json.0.part").exists, 30)
 
     run_ranks(main, backend="shm")
     assert json.loads(path.read_text())["otherData"]["clock error, us"] == {"0": 0, "1": 0}
@@ -331,19 +330,11 @@ class Browser:
         self.session = attached["sessionId"]
         for domain in ("Network", "Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=1200,
-            height=700,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": 1200, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=address)
-        end = time.monotonic() + 30
         loaded = f"location.href == '{address}' && document.readyState == 'complete'"
-        while not self.value(loaded):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        assert wait_until(lambda: self.value(loaded), 30)
 
     def value(self, expression):
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -383,11 +374,7 @@ def test_page_in_a_browser(trace, tmp_path):
         browser.events.clear()
         browser.open(page.as_uri())
         lanes = browser.value("[...document.querySelectorAll('.lane')].map(e => e.textContent)")
-        assert lanes == [
-            f"rank {rank}: {lane}"
-            for rank in (0, 1)
-            for lane in ("steps", "buckets", "collectives", "waits for")
-        ]
+        assert lanes == [f"rank {rank}: {lane}" for rank in (0, 1) for lane in LANES]
         count = "document.querySelectorAll('.slice').length"
         backwards = "data.events.filter(e => e[4] == 'backward').map(e => e[0])"
         assert browser.value(backwards) == [0] * STEPS + [1] * STEPS
@@ -422,11 +409,7 @@ def test_page_in_a_browser(trace, tmp_path):
             if event["method"] == "Network.requestWillBeSent"
         }
         assert requests == {page.as_uri()} or requests == {page.as_uri(), "data:,"}
-        problems = [
-            e
-            for e in browser.events
-            if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
-        ]
-        assert problems == []
+        problems = {"Runtime.exceptionThrown", "Log.entryAdded"}
+        assert [event for event in browser.events if event["method"] in problems] == []
     finally:
         browser.close()
