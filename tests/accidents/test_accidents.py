@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from accidents.accidents import QUICK
+
 ROOT = Path(__file__).parents[2]
-QUICK = ("early_stop", "dtype", "input", "sigkill", "wrong_port", "pause")
 DRAWN = 24
 SEED = 2000
 
