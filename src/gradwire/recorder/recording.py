@@ -189,9 +189,8 @@ class Ring:
         self.entries.append(entry)  # here and below, since a call of a function is measurable
         self.recorded += 1
         if self.file is not None:
-            entry[SLOT] = self.file.begin(
-                entry[NUMBER], op, entry[CODE], entry[INSTRUCTION], entry[CREATED]
-            )
+            at = entry[CODE], entry[INSTRUCTION], entry[CREATED]
+            entry[SLOT] = self.file.begin(number, op, *at)
         if self.listener is not None:
             self.listener(entry)
         return entry
@@ -213,9 +212,8 @@ class Ring:
         self.entries.append(entry)
         self.recorded += 1
         if self.file is not None:
-            entry[SLOT] = self.file.begin(
-                entry[NUMBER], entry[OP], entry[CODE], entry[INSTRUCTION], entry[CREATED]
-            )
+            at = entry[CODE], entry[INSTRUCTION], entry[CREATED]
+            entry[SLOT] = self.file.begin(number, entry[OP], *at)
         if self.listener is not None:
             self.listener(entry)
         return entry
