@@ -179,19 +179,13 @@ class Run:
             ArgumentTypeError: An object has no `state_dict` or `load_state_dict`.
             ArgumentError: The run has begun.
         """
-        if self.generation:
-            raise ArgumentError(
-                "run.keep was called after the first step: call it before run.steps"
-            )
+        self._check_not_begun("run.keep")
         for name, value in objects.items():
             self._kept.keep(name, value)
             if self._settings.nan_guard and isinstance(value, nn.Module):
-                self._guard(value)
-
-    def _guard(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._check_finite, name))
+                for of_module, parameter in value.named_parameters():
+                    if parameter.requires_grad:
+                        parameter.register_hook(partial(self._check_finite, of_module))
 
     def _check_finite(self, name: str, gradient: Tensor) -> None:
         values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
@@ -201,6 +195,10 @@ class Run:
                 f"gradient of {name!r} is not finite; it was not sent to other members",
                 [name],
             )
+
+    def _check_not_begun(self, call: str) -> None:
+        if self.generation:
+            raise ArgumentError(f"{call} was called after the first step: call it before run.steps")
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -232,20 +230,14 @@ class Run:
                 "reproducible=False needs a DistributedDataParallel in run.keep: wrap the model, "
                 "with process_group=run.group"
             )
-        dealer = None
+        settings = asdict(self._settings)
+        settings |= {"steps": steps, "samples": samples, "keep": sorted(self._kept.objects)}
         if samples is not None:
-            of_run = self._settings
-            dealer = Samples(
-                samples, batch=batch, shards=of_run.shards, seed=of_run.seed, shuffle=shuffle
+            shards, seed = self._settings.shards, self._settings.seed
+            self._steps.samples = Samples(
+                samples, batch=batch, shards=shards, seed=seed, shuffle=shuffle
             )
-        self._steps.samples = dealer
-        settings = asdict(self._settings) | {
-            "steps": steps,
-            "samples": samples,
-            "batch": None if samples is None else batch,
-            "shuffle": None if samples is None else shuffle,
-            "keep": sorted(self._kept.objects),
-        }
+            settings |= {"batch": batch, "shuffle": shuffle}
         try:
             self._runtime.start(steps, self._steps.start, settings)
             while self._runtime.advance():
@@ -285,18 +277,11 @@ class Run:
         """
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ArgumentError(f"keep is {keep!r}: pass an int above 0, or None to keep all")
-        folder = Path(folder)
-        if self.rank == 0:
-            # a failed step may have changed them
-            self._kept.put_buffers_back(self.committed_steps)
-            return snapshot.save(
-                self._kept.objects,
-                self.committed_steps,
-                folder,
-                lineage=self._kept.lineage,
-                keep=keep,
-            )
-        return snapshot.path_of(folder, self.committed_steps)
+        folder, step, kept = Path(folder), self.committed_steps, self._kept
+        if self.rank != 0:
+            return snapshot.path_of(folder, step)
+        kept.put_buffers_back(step)  # a failed step may have changed them
+        return snapshot.save(kept.objects, step, folder, lineage=kept.lineage, keep=keep)
 
     def load(self, folder: str | Path) -> bool:
         """Load the checkpoint with the most steps in a folder; return False if there is none.
@@ -307,10 +292,7 @@ class Run:
         Raises:
             ArgumentError: The checkpoint holds other objects, or the run has begun.
         """
-        if self.generation:
-            raise ArgumentError(
-                "run.load was called after the first step: call it before run.steps"
-            )
+        self._check_not_begun("run.load")
         path = snapshot.latest(Path(folder))
         if path is None:
             return False

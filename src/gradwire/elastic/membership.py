@@ -229,37 +229,29 @@ class Membership:
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
         mine = Process(this_process(), listener, namespace("net"))
-        self._check_versions()
+        self._require(
+            "versions",  # others may round or encode differently
+            f"torch {torch.__version__} and gradwire {__version__}",
+            "this process has {}, but the run was started with {}: use the same versions, or start "
+            "a new run from a checkpoint",
+        )
         if listener:
-            self._check_user(mine.host)
+            self._require(
+                f"user/{mine.host}",  # members on a host share memory
+                f"user {os.getuid()}",
+                "this process runs as {}, and the other members on this host as {}: start all as "
+                "one user, or pass backend='gloo'",
+            )
         self._is_stranger, self._name = self._came_as_stranger(), name
         self.number = int(self._ask(self.store.add, "members", 1))
         self._ask(self.store.set, f"left/{self.number}", "")
         self._ask(self.store.set, f"beat/{self.number}", "0")
         self._ask(self.store.set, f"member/{self.number}", json.dumps(mine._asdict()))
 
-    def _check_user(self, host: str | None) -> None:
-        """Raise unless the members on this host, which share memory, are of one user."""
-        mine = str(os.getuid())
-        first = self.first(f"user/{host}", mine)
-        if first != mine:
-            raise NotSupportedError(
-                f"this process runs as user {mine}, and the other members on this host as user "
-                f"{first}: start all as one user, or pass backend='gloo'"
-            )
-
-    def _check_versions(self) -> None:
-        """Raise unless this process has the first member's versions of PyTorch and gradwire.
-
-        Other versions may round or encode differently.
-        """
-        mine = f"torch {torch.__version__} and gradwire {__version__}"
-        first = self.first("versions", mine)
-        if first != mine:
-            raise NotSupportedError(
-                f"this process has {mine}, but the run was started with {first}: use the same "
-                "versions, or start a new run from a checkpoint"
-            )
+    def _require(self, key: str, mine: str, error: str) -> None:
+        """Raise unless the first member that wrote the key wrote this."""
+        if (first := self.first(key, mine)) != mine:
+            raise NotSupportedError(error.format(mine, first))
 
     def _came_as_stranger(self) -> bool:
         """Return True if the run is done, and this launcher has started no member of it before."""

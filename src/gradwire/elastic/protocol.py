@@ -1,4 +1,18 @@
-"""Events and effects of a member's state machine: plain values."""
+"""State machine of a member, without I/O: which generation it is in and which step comes next.
+
+Events go in and effects come out. `Runtime` carries the effects out; the checker in the tests does
+so in every order. A *generation* is one set of members and their process group. Either all members
+commit a step or none does: a member whose gradients are complete enters a barrier, and commits once
+it has passed the barrier. A member that fails before leaves the generation and arrives at the next
+*rendezvous*, where it reports its progress. One member closes the rendezvous with a decision, which
+is written once and defines the next generation.
+
+Correctness: a member that passed a barrier knows that all members had complete gradients. So if any
+member committed a step, every member of that generation can commit it, and `decide` makes them do
+so: a generation begins with the smallest step that all arrived members of the previous one can
+reach, and no member is beyond it. All members with complete gradients know a request to stop, so
+that either all or none commit it with the step.
+"""
 
 from __future__ import annotations
 
@@ -229,6 +243,27 @@ class Member(NamedTuple):
         steps = self.committed + 1 if self.stop else self.steps
         return Arrival(self.number, self.held, self.committed, self.complete, steps)
 
+    def arrive(self, number: int) -> tuple[Member, tuple[Effect, ...]]:
+        """Arrive at a rendezvous."""
+        arrived = self._replace(phase=Phase.ARRIVED, rendezvous=number)
+        return arrived, (Arrive(number, arrived.arrival()),)
+
+    def begin(self, decision: Decision) -> Member:
+        """Take the state with which a generation begins."""
+        return self._replace(
+            committed=decision.committed,
+            held=decision.generation,
+            complete=False,
+            stop=False,
+            steps=decision.steps or self.steps,
+        )
+
+    def next_step(self) -> tuple[Member, tuple[Effect, ...]]:
+        """Reduce the gradients of the next step, or finish."""
+        if self.committed >= self.steps:  # a checkpoint may have more steps than requested
+            return self._replace(phase=Phase.DONE), (Leave(self.rendezvous), Finish())
+        return self._replace(phase=Phase.REDUCING), (Reduce(self.committed),)
+
 
 def may_close(seen: Seen) -> bool:
     """Return True if a rendezvous need not wait for more members.
@@ -310,78 +345,48 @@ def same_lineage(generation: int, other: int, source_of: Callable[[int], int]) -
 
 def transition(member: Member, event: Event) -> tuple[Member, tuple[Effect, ...]]:
     """Return the member after an event, and the effects to carry out in order."""
+    effects: tuple[Effect, ...] = ()
     match event:
         case Start(generation):
-            return _arrive(member, generation + 1)
+            return member.arrive(generation + 1)
         case Seen():
             if member.phase is not Phase.ARRIVED or not may_close(event):
                 return member, ()
             return member, (Propose(decide(member.rendezvous, event)),)
         case Decided(decision):
-            return _enter(member, decision)
+            if member.number not in decision.members:
+                return member.arrive(decision.generation + 1)
+            if member.number in decision.holders:
+                if member.committed < decision.committed:
+                    assert member.complete
+                    effects = (Commit(member.committed),)
+                member = member.begin(decision)
+            member = member._replace(decision=decision, phase=Phase.FORMING)
+            if decision.committed >= member.steps and decision.holders == decision.members:
+                return member._replace(phase=Phase.DONE), (*effects, Finish())
+            return member, (*effects, Form(decision))
         case Formed():
             assert member.decision is not None
             if len(member.decision.holders) < len(member.decision.members):
                 return member._replace(phase=Phase.TRANSFER), (Transfer(member.decision),)
-            return _next_step(member)
+            return member.next_step()
         case Transferred():
             assert member.decision is not None
-            return _next_step(_begin_with(member, member.decision))
+            return member.begin(member.decision).next_step()
         case Reduced(stop):
             return member._replace(complete=True, stop=stop, phase=Phase.BARRIER), (Barrier(),)
         case Passed(leave):
-            return _commit(member, leave=leave)
+            step = member.committed
+            steps = step + 1 if member.stop else member.steps
+            member = member._replace(committed=step + 1, complete=False, stop=False, steps=steps)
+            if leave:
+                left = member.rendezvous
+                member, effects = member.arrive(left + 1)
+                return member, (Commit(step), Leave(left), *effects)
+            member, effects = member.next_step()
+            return member, (Commit(step), *effects)
         case Lost():
-            after, effects = _arrive(member, member.rendezvous + 1)
+            after, effects = member.arrive(member.rendezvous + 1)
             return after, (Leave(member.rendezvous), *effects)
         case Over():
             return member._replace(phase=Phase.OVER), ()
-
-
-def _arrive(member: Member, number: int) -> tuple[Member, tuple[Effect, ...]]:
-    arrived = member._replace(phase=Phase.ARRIVED, rendezvous=number)
-    return arrived, (Arrive(number, arrived.arrival()),)
-
-
-def _enter(member: Member, decision: Decision) -> tuple[Member, tuple[Effect, ...]]:
-    """Continue with the step with which a generation begins, and form its group."""
-    if member.number not in decision.members:
-        return _arrive(member, decision.generation + 1)
-    effects: tuple[Effect, ...] = ()
-    if member.number in decision.holders:
-        if member.committed < decision.committed:
-            assert member.complete
-            effects = (Commit(member.committed),)
-        member = _begin_with(member, decision)
-    member = member._replace(decision=decision, phase=Phase.FORMING)
-    if decision.committed >= member.steps and decision.holders == decision.members:
-        return member._replace(phase=Phase.DONE), (*effects, Finish())
-    return member, (*effects, Form(decision))
-
-
-def _begin_with(member: Member, decision: Decision) -> Member:
-    """Return the member with the state with which a generation begins."""
-    return member._replace(
-        committed=decision.committed,
-        held=decision.generation,
-        complete=False,
-        stop=False,
-        steps=decision.steps or member.steps,
-    )
-
-
-def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]:
-    step = member.committed
-    steps = step + 1 if member.stop else member.steps
-    member = member._replace(committed=step + 1, complete=False, stop=False, steps=steps)
-    if leave:
-        member, effects = _arrive(member, member.rendezvous + 1)
-        return member, (Commit(step), Leave(member.rendezvous - 1), *effects)
-    member, effects = _next_step(member)
-    return member, (Commit(step), *effects)
-
-
-def _next_step(member: Member) -> tuple[Member, tuple[Effect, ...]]:
-    if member.committed >= member.steps:  # a checkpoint may have more steps than requested
-        return member._replace(phase=Phase.DONE), (Leave(member.rendezvous), Finish())
-    return member._replace(phase=Phase.REDUCING), (Reduce(member.committed),)

@@ -128,15 +128,12 @@ class Samples:
         """Return the indices into the dataset of a shard of a step."""
         first = step * self.batch
         begin, end = self._runs[shard.first].start, self._runs[shard.stop - 1].stop
-        return [self._at(first + i) for i in range(begin, end)]
+        places = (divmod(first + i, self.size) for i in range(begin, end))
+        return [self._order(time)[index] for time, index in places]
 
     def count(self, shard: Shard) -> int:
         """Return the number of samples in a shard, the same in every step."""
         return self._runs[shard.stop - 1].stop - self._runs[shard.first].start
-
-    def _at(self, position: int) -> int:
-        time, index = divmod(position, self.size)
-        return self._order(time)[index]
 
     def _make_order(self, time: int) -> list[int]:
         if not self._shuffle:
