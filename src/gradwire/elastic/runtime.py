@@ -49,7 +49,6 @@ from gradwire.elastic.membership import (
     shut_down,
     sockets,
 )
-from gradwire.elastic.protocol import Decision
 from gradwire.elastic.supervisor import report
 from gradwire.errors import (
     BrokenGroupError,
@@ -173,7 +172,7 @@ class Groups:
         self._timeout = timedelta(seconds=seconds)
         self.listener = Listener() if self._uses_shm else None
         # members that failed, and since when
-        self._unformed: tuple[frozenset[int], float] | None = None
+        self.unformed: tuple[frozenset[int], float] | None = None
         _ALL.add(self)
 
     def close(self) -> None:
@@ -189,27 +188,15 @@ class Groups:
         return GenerationGroup(_gloo(store, 0, 1, self._timeout, "solo"), store, lambda: None)
 
     def form(
-        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
+        self, decision: p.Decision, rank: int, membership: Membership, monitor: Monitor
     ) -> GenerationGroup:
         """Form the group of a generation.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
                 reason: the next rendezvous decides.
-            DistributedError: Forming has failed for so long that this member gives up.
+            DistributedError: This process cannot form groups.
         """
-        try:
-            group = self._form(decision, rank, membership, monitor)
-        except DistributedError as error:
-            if means_a_loss(error):
-                self._give_up(decision, rank, error)
-            raise
-        self._unformed = None
-        return group
-
-    def _form(
-        self, decision: Decision, rank: int, membership: Membership, monitor: Monitor
-    ) -> GenerationGroup:
         if len(decision.members) == 1:
             return self.solo()
         processes = [membership.process(number) for number in decision.members]
@@ -249,16 +236,16 @@ class Groups:
         group.setGroupName(name)
         return GenerationGroup(group, store, group.abort)
 
-    def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
+    def give_up(self, decision: p.Decision, rank: int, error: DistributedError) -> None:
         """Raise if these members could not form a group for long; the last rank raises first.
 
         The faulty member cannot be known, but one member fewer may succeed.
         """
         members, now = frozenset(decision.members), time.monotonic()
-        if self._unformed is None or self._unformed[0] != members:
-            self._unformed = members, now
+        if self.unformed is None or self.unformed[0] != members:
+            self.unformed = members, now
         patience = self._timeout.total_seconds() * (len(members) - rank)
-        if now - self._unformed[1] > patience:
+        if now - self.unformed[1] > patience:
             raise DistributedError(
                 f"no group could be formed within {patience:g} s: {error}"
             ) from error
@@ -708,8 +695,10 @@ class Runtime:
         except DistributedError as error:
             if not means_a_loss(error):
                 raise
+            self._groups.give_up(decision, self.rank, error)
             self._handle(p.Lost())
             return
+        self._groups.unformed = None
         self.group.leave(failed=False)  # the group of this process alone
         self.group = group
         self.monitor.watch(decision.generation, decision.members, group.abort)

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -67,25 +67,15 @@ def end_with_reports(
             sys.exit(error.code)  # the interpreter handles SystemExit
         if isinstance(error, Exception):
             report(error=kind.__name__, message=str(error)[:TEXT], step=step())
-        with contextlib.nullcontext() if member is None else _numbered_lines(member):
+        text = io.StringIO()
+        with contextlib.nullcontext() if member is None else contextlib.redirect_stderr(text):
             before(kind, error, trace)
+        lines = [f"[member {member}] {printable(line)}\n" for line in text.getvalue().splitlines()]
+        sys.stderr.write("".join(lines))  # one write, since members share the terminal
+        sys.stderr.flush()
 
     hook.gradwire_before = before  # type: ignore[attr-defined]
     sys.excepthook = hook
-
-
-@contextlib.contextmanager
-def _numbered_lines(member: int) -> Iterator[None]:
-    """Begin each line that is written to stderr inside the block with the member's number."""
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(text):
-            yield
-    finally:
-        lines = text.getvalue().splitlines()
-        numbered = (f"[member {member}] {printable(line)}\n" for line in lines)
-        sys.stderr.write("".join(numbered))  # one write, since members share the terminal
-        sys.stderr.flush()
 
 
 POLL_SECONDS = 0.02
@@ -203,7 +193,13 @@ class Supervisor:
                 self._running.remove(child)
                 self._ended(child)
             while self.signals:
-                self._take_signal(self.signals.pop(0))
+                number = self.signals.pop(0)
+                again = number == self.stopped_by == signal.SIGINT
+                self.log(f"got {_name(number)}; sent it to {self._names()}")
+                self._send(signal.SIGKILL if again else number)
+                if number in ENDING and not self.stopped_by:
+                    self.stopped_by = number
+                    self._kill_at = time.monotonic() + self.shutdown_timeout
             self._check_time()
             time.sleep(POLL_SECONDS)
         if self.stopped_by:
@@ -280,14 +276,6 @@ class Supervisor:
             self._same_errors.clear()
         self._same_errors.append(error)
         return len(self._same_errors) > self.nproc
-
-    def _take_signal(self, number: int) -> None:
-        again = number == self.stopped_by == signal.SIGINT
-        self.log(f"got {_name(number)}; sent it to {self._names()}")
-        self._send(signal.SIGKILL if again else number)
-        if number in ENDING and not self.stopped_by:
-            self.stopped_by = number
-            self._kill_at = time.monotonic() + self.shutdown_timeout
 
     def _stop(self) -> None:
         self._send(signal.SIGTERM)
@@ -420,55 +408,37 @@ def supervise(
     """
     if not command:
         raise ArgumentError("command is empty: pass the program and its arguments")
+    members = nproc if members is None else members
     for name, value, least in (
         ("nproc", nproc, 1),
         ("max_restarts", max_restarts, 0),
-        ("members", nproc if members is None else members, 1),
+        ("members", members, 1),
         ("grace", grace or 0.0, 0),
         ("shutdown_timeout", shutdown_timeout, 0),
     ):
         if not value >= least:
             raise ArgumentError(f"{name} is {value}: pass {least} or more")
-    if store is not None:
-        parse_address(store, "store")
     if store is None:
         served = serve_store()  # lives until this function returns
         store = f"127.0.0.1:{served.port}"
-    environment = {
-        **os.environ,
-        STORE_VARIABLE: store,
-        MEMBERS_VARIABLE: str(nproc if members is None else members),
-        LAUNCH_VARIABLES[0]: uuid.uuid4().hex,
-    }
+    parse_address(store, "store")
+    environment = dict(os.environ)
+    environment |= {STORE_VARIABLE: store, MEMBERS_VARIABLE: str(members)}
+    environment[LAUNCH_VARIABLES[0]] = uuid.uuid4().hex
     supervisor = Supervisor(command, environment, nproc, max_restarts, grace, shutdown_timeout, log)
-    with _signals_taken(supervisor.signals):
-        try:
-            code = supervisor.run()
-        finally:
-            supervisor.end()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {n: h for n in FORWARDED if (h := signal.getsignal(n)) != signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: supervisor.signals.append(number))
+        code = supervisor.run()
+    finally:
+        supervisor.end()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     if code is None:
         if supervisor.stopped_by == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + supervisor.stopped_by)
     return code
-
-
-@contextlib.contextmanager
-def _signals_taken(received: list[int]) -> Iterator[None]:
-    """Append signals to `received` instead of handling them, except ignored ones."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def take(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.getsignal(number) for number in FORWARDED}
-    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    try:
-        for number in taken:
-            signal.signal(number, take)
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, before[number] or signal.SIG_DFL)
