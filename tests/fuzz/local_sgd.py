@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler
 
 from gradwire import hooks
 from gradwire.local_sgd import LocalSGD
-from gradwire.local_sgd.exchange import assign_fragments, due
+from gradwire.local_sgd.outer import assign_fragments, due
 from gradwire.testing import run_ranks
 
 __all__ = ["make_plan", "run_batch"]

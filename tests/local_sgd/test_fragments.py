@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.local_sgd.exchange import assign_fragments, due
+from gradwire.local_sgd.outer import assign_fragments, due
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())

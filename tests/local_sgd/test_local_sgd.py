@@ -14,7 +14,7 @@ from torch import nn
 from gradwire import hooks
 from gradwire.errors import ArgumentError, HookError, MismatchError, PeerLostError
 from gradwire.local_sgd import LocalSGD, diloco
-from gradwire.local_sgd.exchange import assign_fragments, due
+from gradwire.local_sgd.outer import assign_fragments, due
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")

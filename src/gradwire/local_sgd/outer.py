@@ -7,8 +7,10 @@ outer step updates the anchor, and every rank sets its parameters to it.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,29 +19,175 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from gradwire._engine_errors import backend_failure, is_over, is_transport
 from gradwire._groups import check_group, check_lasting, default_group
 from gradwire.ddp import (
+    LOST,
     FaultDomain,
     broadcast_coalesced,
     describe,
     load_state,
     save_state,
     verify_same,
+    wait_future,
 )
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, HookError
 from gradwire.hooks import (
     CommHook,
+    GradBucket,
+    StatefulHook,
     all_reduce,
+    as_future,
     bind_hook,
     get_hook,
     group_from,
     hook_name,
     name_if_group,
+    parse_hook_result,
     run_in_group,
 )
-from gradwire.local_sgd.exchange import Exchange, Reduction, assign_fragments, due
 from gradwire.local_sgd.parameters import Named, TrackedParameters
-from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer
+
+
+class Reduction:
+    """Reduction of one bucket by a hook, under way from the constructor on.
+
+    Args:
+        hook: Communication hook.
+        bucket: Bucket to reduce.
+        domain: Fault domain of the group, which reports a failure to the other ranks.
+
+    Raises:
+        HookError: The hook failed.
+        BrokenGroupError: The group failed before.
+    """
+
+    def __init__(self, hook: StatefulHook[Any], bucket: GradBucket, domain: FaultDomain) -> None:
+        self._bucket, self._hook, self._domain = bucket, hook, domain
+        self._dtype = bucket.buffer().dtype
+        if domain.broken is not None:
+            domain.raise_deferred()
+        with self._reporting():
+            self._future = as_future(hook.run_hook(bucket), hook)
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the result, and return the averaged gradients.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: Another rank was lost, or did not take part in
+                time.
+            HookError: The hook failed in another way.
+        """
+        with self._reporting():
+            poll = partial(self._domain.poll_lost, look=True)
+            if late := wait_future(self._future, poll, self._domain.seconds):
+                raise late
+            reduced = parse_hook_result(self._future.wait(), self._bucket, self._hook)
+        self._bucket.set_buffer(reduced.to(self._dtype))
+        return self._bucket.gradients()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Convert errors, and report a lost rank to the others."""
+        since = time.monotonic()
+        try:
+            yield
+        except DistributedError as error:
+            if self._domain.broken is None and isinstance(error, LOST):
+                self._domain.give_up(error, error.__cause__)
+            raise
+        except Exception as error:
+            what = f"hook {hook_name(self._hook)}, bucket {self._bucket.index()}"
+            if not is_transport(error):
+                raise HookError(f"{what}: {type(error).__name__}: {error}") from error
+            timed_out = is_over(since, self._domain.seconds)
+            self._domain.give_up(backend_failure(error, what, timed_out=timed_out), error)
+
+
+class Exchange:
+    """Exchange of a fragment that is not applied yet.
+
+    Args:
+        fragment: Number of the fragment.
+        due: Number of the step after which it is applied.
+        sent: Reductions of the buckets, with the indices of their parameters.
+        gradients: Averaged outer gradients by parameter, if they are known.
+    """
+
+    def __init__(
+        self,
+        fragment: int,
+        due: int,
+        sent: Sequence[tuple[list[int], Reduction]] = (),
+        gradients: dict[int, Tensor] | None = None,
+    ) -> None:
+        self.fragment, self.due = fragment, due
+        self._sent, self._gradients = sent, gradients
+
+    def wait(self) -> dict[int, Tensor]:
+        """Return the averaged outer gradient of each parameter.
+
+        Raises:
+            DistributedError: See `Reduction.wait`.
+        """
+        if self._gradients is None:
+            found: dict[int, Tensor] = {}
+            for indices, reduction in self._sent:
+                found.update(zip(indices, reduction.wait(), strict=True))
+            self._gradients, self._sent = found, ()
+        return self._gradients
+
+
+def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide a sequence into contiguous runs of about equal size.
+
+    Args:
+        sizes: Size of each entry, ≥ 0.
+        count: Number of runs, from 1 to the number of entries.
+
+    Returns:
+        Indices in each run, at least one.
+
+    Raises:
+        ArgumentError: `count` is out of its range.
+
+    Example:
+        >>> assign_fragments([5, 1, 1, 1, 4], 2)
+        [[0, 1], [2, 3, 4]]
+    """
+    if not 1 <= count <= len(sizes):
+        raise ArgumentError(
+            f"fragments is {count} for {len(sizes)} parameters: pass 1 to {len(sizes)}"
+        )
+    total = max(1, sum(sizes))
+    runs: list[list[int]] = [[]]
+    passed = 0
+    for index, size in enumerate(sizes):
+        left = len(sizes) - index  # remaining entries, including this one
+        needed = count - len(runs)  # remaining runs, excluding the current one
+        # True if the middle of the entry is beyond the end of the run, for runs of exactly equal
+        # size
+        beyond = (2 * passed + size) * count >= 2 * total * len(runs)
+        if runs[-1] and needed and (beyond or left == needed):
+            runs.append([])
+        runs[-1].append(index)
+        passed += size
+    return runs
+
+
+def due(step: int, every: int, fragments: int) -> list[int]:
+    """Return the fragments that are exchanged after a step. Steps are counted from 1.
+
+    Each fragment is exchanged once in `every` steps, and the exchanges are spread evenly over
+    these.
+
+    Example:
+        >>> [due(step, every=4, fragments=2) for step in range(1, 9)]
+        [[], [0], [], [1], [], [0], [], [1]]
+    """
+    phase = step % every
+    return [f for f in range(fragments) if (f + 1) * every // fragments % every == phase]
+
 
 REMEDY = "Make LocalSGD with the same parameters and arguments on every rank"
 IN_STEP = (
@@ -49,7 +197,7 @@ IN_STEP = (
 Outer = Callable[[list[Tensor]], Optimizer]
 
 
-class LocalSGD(WrappedOptimizer):
+class LocalSGD(Optimizer):
     """Optimizer wrapper that averages the ranks' changes of the parameters every few steps.
 
     It is a `torch.optim.Optimizer`, so that it works with schedulers and `GradScaler`. Its
@@ -110,6 +258,10 @@ class LocalSGD(WrappedOptimizer):
         A. Douillard et al., arXiv 2501.18512, section 2.
     """
 
+    # GradScaler then calls `step` in every step, so that skipped steps are counted. It sets
+    # `found_inf`, and `grad_scale`, which is None if gradients are already unscaled.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -137,7 +289,8 @@ class LocalSGD(WrappedOptimizer):
                 f"delay is {delay} and alpha {alpha}, with every {every}: pass a delay from 0 to "
                 "every - 1, and alpha from 0 to less than 1"
             )
-        super().__init__(optimizer)
+        self.optimizer = optimizer
+        super().__setstate__({})  # creates the hooks only; Optimizer.__init__ would add parameters
         self.every, self.delay, self.alpha, self.steps = every, delay, alpha, 0
         self._pending: deque[Exchange] = deque()
         self._parameters = TrackedParameters(named_parameters)
@@ -161,6 +314,37 @@ class LocalSGD(WrappedOptimizer):
         self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._parameters.anchors)
 
     # -- interface of an optimizer -----------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients with the wrapped optimizer's `zero_grad`."""
+        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which must be in `named_parameters`, to the wrapped optimizer.
@@ -218,6 +402,25 @@ class LocalSGD(WrappedOptimizer):
             self._apply(self._pending.popleft(), self.alpha)
         for fragment in range(len(self._fragments)):
             self._apply(self._send(fragment, "synchronize()", self.steps), 0.0)
+
+    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step the wrapped optimizer as `GradScaler.step` would."""
+        found: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        inner = self.optimizer
+        if found is None:
+            return inner.step(closure)
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            inner.found_inf, inner.grad_scale = found, scale  # type: ignore[attr-defined]
+            try:
+                return inner.step(closure)
+            finally:
+                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
+        if found.item():
+            return None
+        if scale is not None:
+            _unscale(inner, scale)
+        return inner.step(closure)
 
     # -- the exchange ------------------------------------------------------------------------
 
@@ -306,11 +509,10 @@ class LocalSGD(WrappedOptimizer):
         Warns:
             NotSavedWarning: The hook's state has no `state_dict`.
         """
-        return super().state_dict()
-
-    def _collect(self) -> dict[str, Any]:
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         tracked = self._parameters
-        return self.optimizer.state_dict() | {
+        saved: dict[str, Any] = self.optimizer.state_dict() | {
             "steps": self.steps,
             "outer": self.outer.state_dict(),
             "anchors": {tracked.names[i]: tracked.anchors[i].clone() for i in tracked.active},
@@ -320,8 +522,22 @@ class LocalSGD(WrappedOptimizer):
                 for e in self._pending
             ],
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned on this rank.
+
+        Raises:
+            ArgumentError: The state is of other parameters, or of another optimizer.
+        """
+        saved = state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(saved))
+            saved = saved if changed is None else changed
         if missing := sorted(_OWN - saved.keys()):
             raise ArgumentError(
                 f"the saved state lacks {missing}: save all of state_dict() on each rank. To load "
@@ -340,6 +556,8 @@ class LocalSGD(WrappedOptimizer):
             Exchange(fragment, due, gradients={numbers[n]: g.clone() for n, g in found.items()})
             for fragment, due, found in saved["pending"]
         )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         for exchange in self._pending:
@@ -351,6 +569,16 @@ class LocalSGD(WrappedOptimizer):
         super().__setstate__(state)
         self.group = group_from(self.group)
         FaultDomain.of(self.group).connect()
+
+
+@torch.no_grad()
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide gradients by the scale, with the rounding of `GradScaler.unscale_`."""
+    inverse = scale.double().reciprocal().float().item()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse)
 
 
 _OWN = {"steps", "outer", "anchors", "hook", "pending"}
