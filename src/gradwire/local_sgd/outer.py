@@ -197,6 +197,14 @@ IN_STEP = (
 Outer = Callable[[list[Tensor]], Optimizer]
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
+
+
 class LocalSGD(Optimizer):
     """Optimizer wrapper that averages the ranks' changes of the parameters every few steps.
 
@@ -315,32 +323,9 @@ class LocalSGD(Optimizer):
 
     # -- interface of an optimizer -----------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """State of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of the wrapped optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients with the wrapped optimizer's `zero_grad`."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import GeneratorType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,13 @@ class TrackedParameters:
 
     def __init__(self, source: nn.Module | Named) -> None:
         self._ask = _current_parameters(source)
-        self.everything = list(self._ask() if self._ask is not None else _pairs(source))
+        if not isinstance(source, nn.Module | Iterable) or isinstance(source, str | Tensor):
+            raise ArgumentTypeError(
+                f"named_parameters is a {type(source).__name__}: pass the module, or its "
+                "named_parameters()"
+            )
+        named_parameters: Any = source if self._ask is None else self._ask()
+        self.everything = list(named_parameters)
         _check_named(self.everything)
         named = [(n, p) for n, p in self.everything if p.is_floating_point() or p.is_complex()]
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
@@ -119,12 +127,8 @@ class TrackedParameters:
             # without strides, because gradients are sent in the order of the anchors' elements
             found.append((self.names[i], f"{p.dtype}, shape {tuple(p.shape)}"))
         for i in self.unshared:
-            found.append(
-                (
-                    self.names[i],
-                    f"value before this rank's steps, {digest([self.anchors[i]]).hex()[:16]}",
-                )
-            )
+            value = digest([self.anchors[i]]).hex()
+            found.append((self.names[i], f"value before this rank's steps, {value}"))
         return found
 
     def problems(self, optimizer: Optimizer) -> Description:
@@ -196,28 +200,8 @@ def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tens
     given = inspect.getgeneratorlocals(source)
     if not isinstance(given.get("self"), nn.Module):  # the generator is exhausted
         return None
-    return _NamedParameters(
-        given["self"], given["prefix"], given["recurse"], given["remove_duplicate"]
-    )
-
-
-class _NamedParameters:
-    """Repeatable and picklable call of `module.named_parameters`."""
-
-    def __init__(self, module: nn.Module, *arguments: object) -> None:
-        self.module, self.arguments = module, arguments
-
-    def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_parameters(*self.arguments)  # type: ignore[arg-type]
-
-
-def _pairs(source: object) -> Named:
-    if not isinstance(source, Iterable) or isinstance(source, str | Tensor):
-        raise ArgumentTypeError(
-            f"named_parameters is a {type(source).__name__}: pass the module, or its "
-            "named_parameters()"
-        )
-    return source
+    arguments = given["prefix"], given["recurse"], given["remove_duplicate"]
+    return partial(given["self"].named_parameters, *arguments)
 
 
 def _check_named(named: list[tuple[str, Tensor]]) -> None:
