@@ -59,38 +59,6 @@ def test_scatter_into_given_tensors(places: list[str]) -> None:
     assert torch.equal(torch.cat([r.cpu() for r in results], 1), x.cpu())
 
 
-def test_scatter_refuses_what_it_cannot_do() -> None:
-    x = torch.randn(6, 4)
-    out = [torch.empty(3, 4), torch.empty(3, 4)]
-    with pytest.raises(ArgumentError, match="chunk_sizes has 2 entries, devices has 3"):
-        scatter(x, ["cpu"] * 3, (2, 4))
-    with pytest.raises(ArgumentError, match=r"chunk_sizes is \[2, 3\], which sums to 5"):
-        scatter(x, ["cpu"] * 2, (2, 3))
-    with pytest.raises(ArgumentError, match=r"chunk_sizes is \[-1, 7\]"):
-        scatter(x, ["cpu"] * 2, (-1, 7))
-    with pytest.raises(ArgumentError, match="exactly one of 'devices' and 'out'"):
-        scatter(x, ["cpu"], out=out)
-    with pytest.raises(ArgumentError, match="devices is empty"):
-        scatter(x, [])
-    with pytest.raises(ArgumentError, match="out is empty"):
-        scatter(x, out=[])
-    with pytest.raises(ArgumentError, match=r"out\[0\] has shape \(1, 3, 4\)"):
-        scatter(x, out=[out[0][None], out[1]])
-    with pytest.raises(ArgumentError, match=r"out has sizes \[2, 3\] in dim 0, which sum to 5"):
-        scatter(x, out=[out[0][:2], out[1]])
-    with pytest.raises(ArgumentError, match="chunk_sizes and out are given"):
-        scatter(x, chunk_sizes=[3, 3], out=out)
-    with pytest.raises(ArgumentError, match="the tensor has 0 dims"):
-        scatter(torch.ones(()), ["cpu"])
-    with pytest.raises(ArgumentError, match="dim is 2, the tensor has 2 dims"):
-        scatter(x, ["cpu"], dim=2)
-    with pytest.raises(ArgumentError, match=r"layout torch\.sparse_coo"):
-        scatter(x.to_sparse(), ["cpu"])
-    with pytest.raises(ArgumentError, match="streams has 1 entries for 2 devices"):
-        scatter(x, ["cpu"] * 2, streams=[None])
-    assert len(scatter(x, ["cpu"] * 2, streams=[None, None])) == 2
-
-
 def test_scatter_of_conjugated_tensors() -> None:
     x = torch.randn(4, 6, dtype=torch.complex64).conj()
     for dim in (0, -1):
@@ -141,26 +109,6 @@ def test_memory_formats_survive(shape: tuple[int, ...], memory_format: torch.mem
     assert whole.is_contiguous(memory_format=memory_format)
     assert torch.equal(whole, x)
     assert gather([chunks[0], chunks[1].contiguous()]).is_contiguous()
-
-
-def test_gather_refuses_what_it_cannot_do() -> None:
-    x = torch.randn(2, 5)
-    with pytest.raises(ArgumentError, match="omit one of 'destination' and 'out'"):
-        gather([x, x], destination="cpu", out=torch.empty(4, 5))
-    with pytest.raises(ArgumentError, match="tensors is empty"):
-        gather([])
-    with pytest.raises(ArgumentError, match="same number of dims"):
-        gather([x, x[None]])
-    with pytest.raises(ArgumentError, match=r"tensors\[1\] has shape \(2, 4\), expected \(2, 5\)"):
-        gather([x, x[:, 1:]])
-    with pytest.raises(ArgumentError, match=r"tensors\[1\] has shape \(1, 5\), expected \(2, 5\)"):
-        gather([x, x[1:]], dim=-1)
-    with pytest.raises(ArgumentError, match=r"tensors\[1\] is torch.float64"):
-        gather([x, x.double()])
-    with pytest.raises(ArgumentError, match=r"out has shape \(2, 5\), the result has \(4, 5\)"):
-        gather([x, x], out=torch.empty(2, 5))
-    with pytest.raises(ArgumentError, match="dim is 1, the tensor has 0 dims"):
-        gather([torch.ones(()), torch.ones(())], dim=1)
 
 
 def test_results_that_share_memory_are_refused() -> None:
