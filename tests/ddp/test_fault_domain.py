@@ -513,10 +513,11 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )
 
-        reducer.launcher.launch, reducer._copy_in = launch, lambda bucket: None
+        reducer.launcher.launch = launch
         reducer.state = BackwardState.RUNNING
         reducer.take_turn()
         for bucket in buckets:
+            bucket.copy_in = lambda: None
             bucket.ready.append(bucket.members[0])
         threads = [
             threading.Thread(target=reducer.on_bucket_ready, args=(buckets[i],)) for i in (0, 1)

@@ -43,7 +43,7 @@ from gradwire.ddp.reducer.reducer import (
     check_unshared,
     with_own_nodes,
 )
-from gradwire.errors import NotSupportedError
+from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook
 
 SMALLEST_PIECE_BYTES = 1 << 20
@@ -480,11 +480,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             ReductionError: It was set while a backward was not finished.
         """
-        return self.reducer.manual_finalization
+        return self.reducer.manual
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        self.reducer.manual_finalization = required
+        reducer = self.reducer
+        if required != reducer.manual and reducer.state.unfinished:
+            raise ReductionError(
+                "manual finalization was switched during a backward: set it before a forward, or "
+                "after finalize_backward()"
+            )
+        reducer.manual = required
         self._reduced.set_options(manual_finalization=required)
 
     @property

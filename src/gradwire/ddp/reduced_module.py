@@ -141,7 +141,7 @@ class ReducedModule:
         self._apply_hook()
 
     def _apply_hook(self) -> None:
-        if self.hook is not None or self.reducer.has_hook:
+        if self.hook is not None or self.reducer.launcher.hook is not None:
             self.reducer.register_comm_hook(self.hook_state, self.hook)
         self._set_replica_interval()
 

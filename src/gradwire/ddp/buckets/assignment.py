@@ -6,7 +6,6 @@ chooses the sizes of buckets.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -225,18 +224,6 @@ class BucketSet:
             found[id(self.of[i])].append(i)
         for bucket in self._buckets:
             bucket.mark_unused(found.get(id(bucket), ()))
-
-    def expect_until_the_end(self) -> None:
-        """Copy nothing before the end of a backward that counts how often gradients arrive."""
-        for bucket in self._buckets:
-            bucket.defer()
-            bucket.expected = math.inf
-
-    def complete(self) -> None:
-        """Mark missing gradients as unused, and expect no more."""
-        self.mark_unused(self.missing())
-        for bucket in self._buckets:
-            bucket.expected = 0
 
     def missing(self) -> list[int]:
         """Return parameters whose gradient is neither ready nor marked as unused."""

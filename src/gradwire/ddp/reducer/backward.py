@@ -20,8 +20,10 @@ one after the other, in the order of their names, which is the same on all ranks
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,8 +54,6 @@ logger = logging.getLogger(__name__)
 # module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
-
-Message = Callable[[Forwards], Tensor | None]
 
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 """PyTorch's module whose hooks step a parameter's optimizer when its local gradient is ready."""
@@ -102,13 +102,13 @@ class Backward:
         self.had_undefined = False  # autograd passed None instead of a parameter's gradient
         self.takes_part = False  # counts as this rank's even if no parameter gets a gradient
         self.manual = bucket_set.options.manual_finalization  # ended by `finalize`, not by itself
-        self.skip_unused = False
-        self.shadowed = False  # a rank takes part by `shadow`, and waits for one backward
+        # shadowed: a rank takes part by `shadow`, and waits for one backward
+        self.skip_unused = self.shadowed = False
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.forwards = Forwards()
         # what the wrapper sends to compare replicas: the message if one is due, the sum of the last
         # backward's, and the number of backwards since, the same on all ranks
-        self.replica_message: weakref.WeakMethod[Message] | None = None
+        self.replica_message: weakref.WeakMethod[Callable[[Forwards], Tensor | None]] | None = None
         self.replica_sum: tuple[Tensor, Work] | None = None
         self.since_replicas = 0
         # running backwards of forwards under `no_sync`, while another one is expected, and the
@@ -188,19 +188,17 @@ class Backward:
     @staticmethod
     def has_new_optimizers() -> bool:
         """Return True if there may be hooks of optimizers in backward that were not removed."""
-        module = sys.modules.get(IN_BACKWARD)
-        return module is not None and len(module.param_to_optim_hook_handle_map) > 0
+        return bool(getattr(sys.modules.get(IN_BACKWARD), "param_to_optim_hook_handle_map", ()))
 
     def detach_optimizers(self) -> None:
         """Take over from optimizers that would step during backward with local gradients."""
         self.optimized: list[Parameter] = []
-        if IN_BACKWARD not in sys.modules:
+        if (module := sys.modules.get(IN_BACKWARD)) is None:
             return
-        self.optimized = [p for p in self.parameters if hasattr(p, "_in_backward_optimizers")]
+        self.optimized += [p for p in self.parameters if hasattr(p, "_in_backward_optimizers")]
         # out of PyTorch's map, too, so that `has_new_optimizers` sees only later hooks
-        handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map
         for parameter in self.optimized:
-            remove_hooks(handles.pop(parameter, ()))
+            remove_hooks(module.param_to_optim_hook_handle_map.pop(parameter, ()))
 
     # -- preparation -----------------------------------------------------------------------
 
@@ -210,7 +208,9 @@ class Backward:
         self.ranks = ranks or self.ranks
         self.launcher.correction = ratio = self.group.size() / self.ranks
         if self.usage.recording:
-            self.bucket_set.expect_until_the_end()
+            for bucket in self.bucket_set:  # this backward counts how often gradients arrive
+                bucket.defer()
+                bucket.expected = math.inf
         if ratio != 1.0 and self.launcher.hook is None:
             for bucket in self.bucket_set:
                 bucket.scale *= ratio
@@ -242,7 +242,7 @@ class Backward:
     def reach_output(self, forward: int) -> None:
         """Begin a backward at an output: the first one after the forward, or a later one."""
         self.forwards.reach(forward)
-        if self.running and not self.has_turn:
+        if self.running:
             self.take_turn()
         if self.running or self.state in (BackwardState.LOCAL, BackwardState.FINALIZED):
             return
@@ -259,7 +259,17 @@ class Backward:
         with self.domain.lock:  # autograd runs one thread per device
             if self.running:
                 return
-            self._check_may_begin()
+            if self.awaits_finalization:
+                self.raise_not_finalized()
+            self.domain.report_interrupted()
+            self.domain.poll_known(self)
+            if in_compiled_autograd():  # does not run callbacks at the end of a backward
+                text = (
+                    "backward() under torch's compiled autograd: its gradients would not be "
+                    "reduced. Call it outside, or use PyTorch's own DistributedDataParallel with "
+                    "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+                )
+                self.domain.fail(NotSupportedError(text))
             if self.has_new_optimizers():  # attached after the forward
                 self.detach_optimizers()
             if self.state is BackwardState.REDUCED:
@@ -291,20 +301,6 @@ class Backward:
 
     _begin_outside = runs_outside_contexts(_begin)
 
-    def _check_may_begin(self) -> None:
-        if self.awaits_finalization:
-            self.raise_not_finalized()
-        self.domain.report_interrupted()
-        self.domain.poll_known(self)
-        if in_compiled_autograd():  # does not run callbacks at the end of a backward
-            self.domain.fail(
-                NotSupportedError(
-                    "backward() under torch's compiled autograd: its gradients would not be "
-                    "reduced. Call it outside, or use PyTorch's own DistributedDataParallel with "
-                    "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-                )
-            )
-
     def _mark_unused(self, *, at_output: bool) -> None:
         """Mark the parameters that the graph does not reach as unused."""
         # If it reaches none, wait until the backward has ended: a reentrant checkpoint builds its
@@ -321,12 +317,14 @@ class Backward:
             self.takes_part = used or self.usage.runs_all()
 
     def take_turn(self) -> None:
-        """Send after the reducers that already have a position in this backward.
+        """Send after the reducers that already have a position in this backward, if it has none.
 
         If parameters may be left out, positions follow the order in which backward reaches the
         outputs: a gradient from the loss may arrive before them on one rank and after them on
         another.
         """
+        if self.has_turn:
+            return
         with self.domain.lock:
             self.has_turn = True
             self.predecessors.update(b for b in self.others() if b.running and b.has_turn)
@@ -425,7 +423,10 @@ class Backward:
                 if self.streams.join(bucket.parameters[0].device):
                     bucket.record_use_of_gradients()
                 with _profiled("pack", bucket):
-                    self._copy_in(bucket)
+                    try:
+                        bucket.copy_in()
+                    except (ReductionError, NotSupportedError) as error:
+                        domain.fail(error)
                 if bucket.extra_numel:
                     self.tally().write(bucket.extra)
                 self.timer.comm_start = self.timer.comm_start or perf_counter_ns()
@@ -440,12 +441,6 @@ class Backward:
                     record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
                     record.first, record.last = before + 1, domain.log.position()
                     launched[-1].record = record
-
-    def _copy_in(self, bucket: Bucket) -> None:
-        try:
-            bucket.copy_in()
-        except (ReductionError, NotSupportedError) as error:
-            self.domain.fail(error)
 
     def _launch_filled(self, bucket: Bucket, *, is_last: bool) -> None:
         """Launch a bucket whose buffer is filled. If it is the vote, the backward is COMMITTING."""
@@ -465,20 +460,19 @@ class Backward:
         """
         launcher, factor = self.launcher, None
         if launcher.hook is not None and not launcher.hook.linear:
-            sums = launcher.add_up(self.tally() if own is None else own)
-            factor = self.weights.factor(sums, self.ranks)
+            sums, work = launcher.start_sum((self.tally() if own is None else own).message())
+            launcher.wait_small(work)
+            factor = self.weights.factor(Tally.read(sums), self.ranks)
         launcher.scale = launcher.correction * (1.0 if factor is None else factor)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Return True if the launch of a bucket may wait for other ranks."""
-        future, launcher = self.domain.hook_future, self.launcher
+        future, hook = self.domain.hook_future, self.launcher.hook
         if future is not None and not future.done():  # perhaps that of another reducer's hook
             return True
-        if launcher.hook is None:
+        if hook is None:
             return False
-        return (launcher.scale is None and not launcher.hook.linear) or isinstance(
-            bucket, SparseBucket
-        )
+        return isinstance(bucket, SparseBucket) or (self.launcher.scale is None and not hook.linear)
 
     def _may_share(self) -> bool:
         """Return True if reducers of other groups may take part in the running backward."""
@@ -613,8 +607,7 @@ class Backward:
 
     def _launch_rest(self) -> None:
         """Launch all buckets whose gradients have come, unless this waits for its turn."""
-        if not self.has_turn:
-            self.take_turn()
+        self.take_turn()
         if self.predecessors:
             return
         if others := self.others():
@@ -628,7 +621,9 @@ class Backward:
     def _mark_missing(self) -> None:
         """Mark parameters that received no gradient, and may receive none, as unused."""
         if self.usage.recording:
-            self.bucket_set.complete()
+            self.bucket_set.mark_unused(self.bucket_set.missing())
+            for bucket in self.bucket_set:
+                bucket.expected = 0
         elif missing := self.bucket_set.missing():
             needed = (i for i in missing if self.parameters[i].requires_grad)
             if self.usage.find_unused or next(needed, None) is None:
@@ -660,8 +655,7 @@ class Backward:
             )
         with torch.no_grad():
             if running:
-                if not self.has_turn:
-                    self.take_turn()
+                self.take_turn()
                 if not self.predecessors:
                     self._launch_in_order(final=True)
             if not self.all_launched:
@@ -828,7 +822,8 @@ class Backward:
             first = self.bucket_set.first_order()
             self.launcher.start_order([*dict.fromkeys([*self.arrivals, *first])])
         if self.usage.recording:
-            self.usage.record(used)
+            came = Counter(used)
+            self.usage.counts = {i: came[i] for i in range(len(self.parameters))}
         self.weights.clear()
         self.forwards.commit()
         # now that ranks are together: their next forwards may differ in number. A rank that has run
@@ -914,7 +909,7 @@ class Backward:
         """Return to the initial state: ranks may have had different assignments of buckets."""
         self.reset()
         self.shadowed = False  # the waiting rank has raised an error
-        self.usage.forget()
+        self.usage.counts, self.usage.unused = {}, frozenset()
         self.forwards.clear()
         self.since_replicas = 0
         self.reassign_buckets(self.bucket_set.first_order())

@@ -247,12 +247,6 @@ class Launcher:
         self._domain.log.add(all_reduce_entry(flags), work)
         return flags, work
 
-    def add_up(self, own: Tally) -> Tally:
-        """Return the sums of the ranks' summands."""
-        sums, work = self.start_sum(own.message())
-        self.wait_small(work)
-        return Tally.read(sums)
-
     def vote(self, own: Tally) -> Tally:
         """Return the sums of the ranks' summands if no rank has failed.
 

@@ -184,11 +184,6 @@ class Reducer(Backward):
         self.reassign_buckets([i for bucket in self.bucket_set for i in bucket.members])
 
     @property
-    def has_hook(self) -> bool:
-        """True if a communication hook is registered."""
-        return self.launcher.hook is not None
-
-    @property
     def hook_state(self) -> Any:
         """State of the communication hook."""
         return None if self.launcher.hook is None else self.launcher.hook.state
@@ -211,13 +206,9 @@ class Reducer(Backward):
             ArgumentError: The names do not match the parameters.
         """
         number = {name: i for i, name in enumerate(self.names)}
-        flat = [name for bucket in names for name in bucket]
-        layout = [[number[n] for n in bucket if n in number] for bucket in names]
-        kinds = [
-            {(self.parameters[i].dtype, self.parameters[i].device) for i in bucket}
-            for bucket in layout
-        ]
-        if sorted(flat) != sorted(number) or any(len(kind) != 1 for kind in kinds):
+        layout, params = [[number.get(n, -1) for n in bucket] for bucket in names], self.parameters
+        kinds = [{(params[i].dtype, params[i].device) for i in bucket} for bucket in layout]
+        if sorted(chain(*names)) != sorted(number) or any(len(kind) != 1 for kind in kinds):
             raise ArgumentError(
                 f"buckets {[*map(list, names)]} do not fit the parameters {self.names}: each "
                 "parameter is in one bucket, and a bucket has one dtype and device"
@@ -241,20 +232,6 @@ class Reducer(Backward):
                 hook.state.process_group = group
             run_in_group(hook, group)
         self.start_over()
-
-    @property
-    def manual_finalization(self) -> bool:
-        """True if `finalize` ends a backward, False if it ends by itself."""
-        return self.manual
-
-    @manual_finalization.setter
-    def manual_finalization(self, required: bool) -> None:
-        if required != self.manual and self.state.unfinished:
-            raise ReductionError(
-                "manual finalization was switched during a backward: set it before a forward, or "
-                "after finalize_backward()"
-            )
-        self.manual = required
 
     @property
     def must_return_first(self) -> bool:
@@ -308,7 +285,7 @@ class Reducer(Backward):
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
         self.bucket_set.finish_making()
-        if not self.has_hook and self.bucket_set.weights_bucket is None:
+        if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
             raise NotSupportedError(NO_WEIGHTS_BUCKET)
         if self.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
@@ -332,8 +309,7 @@ class Reducer(Backward):
         if not begun:
             return
         forward = self.forwards.begin() if counted else None
-        number = 0 if forward is None else forward.number
-        call = partial(on_output, weakref.ref(self), forward=number)
+        call = partial(on_output, weakref.ref(self), forward=forward.number if forward else 0)
         for tensor in begun:
             tensor.register_hook(call)
             if forward is not None:  # the node references it for as long as the node lives

@@ -15,8 +15,8 @@ import math
 import threading
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
@@ -43,13 +43,11 @@ MODULUS = 64
 """Modulus of the counts sent: float32 then adds their squares over 4,096 ranks exactly."""
 
 
+@dataclass(eq=False)
 class Forward:
     """One forward. The nodes of its outputs reference it, so it lives as long as its graph."""
 
-    __slots__ = ("__weakref__", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 class Forwards:
@@ -95,7 +93,7 @@ class Forwards:
             self._open = {n: ref for n, ref in self._open.items() if ref() is not None}
         self._last += 1
         forward = Forward(self._last)
-        self._open[forward.number] = weakref.ref(forward)
+        self._open[self._last] = weakref.ref(forward)
         return forward
 
     def reach(self, number: int) -> None:
@@ -464,16 +462,6 @@ class Usage:
             for i, node, p in left
             if p.requires_grad and p.grad is not None and accumulation_node(p) is not node
         ]
-
-    def record(self, arrived: Iterable[int]) -> None:
-        """Record the number of arrivals of each gradient, for a static graph."""
-        came = Counter(arrived)
-        self.counts = {i: came[i] for i in range(self._count)}
-
-    def forget(self) -> None:
-        """Reset to the initial state, keeping accumulated gradients."""
-        self.counts = {}
-        self.unused = frozenset()
 
     def flags(self, used: Iterable[int]) -> Tensor:
         """Return a tensor with 1 for each parameter used on this rank since the last reduction."""
