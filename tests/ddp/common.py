@@ -1,12 +1,19 @@
-"""Models that fail in backward, and the reference for parameters that are not used."""
+"""The oracle of the tests: gradients are those of one process that runs all ranks' parts.
+
+Also models that fail in backward, and the reference for parameters that are not used.
+"""
 
 from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import naive
+from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.testing import run_ranks
 
 
 def mlp(seed=0):
@@ -41,3 +48,81 @@ def assert_same(net, twin):
         assert (p.grad is None) == (q.grad is None), n
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, msg=n)
+
+
+class OneProcess(nn.Module):
+    """A module as a program sees it that also runs under DistributedDataParallel."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    def no_sync(self):
+        return nullcontext()
+
+
+def in_one_process(program, module, step, ranks):
+    """Return the mean over ranks of the gradients; None where no rank has one."""
+    each = []
+    for rank in range(ranks):
+        alone = OneProcess(copy.deepcopy(module))
+        alone.zero_grad()
+        program(alone, rank, step)
+        each.append([p.grad for p in alone.parameters()])
+    means = []
+    for grads in zip(*each, strict=True):
+        own = [g.to_dense() for g in grads if g is not None]
+        means.append(sum(own) / ranks if own else None)
+    return means
+
+
+def assert_gradients(net, expected, **tolerance):
+    for (n, p), want in zip(net.module.named_parameters(), expected, strict=True):
+        assert (p.grad is None) == (want is None), n
+        if want is not None:
+            torch.testing.assert_close(p.grad.to_dense(), want, msg=n, **tolerance)
+
+
+def same_as_one_process(
+    program,
+    ranks=2,
+    options=None,
+    hook=None,
+    *,
+    backend,
+    model=mlp,
+    steps=3,
+    check=None,
+    **tolerance,
+):
+    """Run `program(net, rank, step)` on all ranks; raise unless gradients are those of one process.
+
+    Args:
+        program: Function that runs forwards and backwards on a rank's own inputs.
+        ranks: Number of ranks.
+        options: Arguments of the wrapper, or a function that returns them for a module.
+        hook: Communication hook.
+        backend: Backend of the ranks.
+        model: Function that makes the module.
+        steps: Number of steps, each of which begins with `zero_grad()`.
+        check: Function of the wrapped module that is called after each step.
+        **tolerance: Arguments of `torch.testing.assert_close`.
+    """
+
+    def main():
+        module = model()
+        given = options(module) if callable(options) else options or {}
+        net = DistributedDataParallel(module, **given)
+        net.register_comm_hook(None, hook)
+        for step in range(steps):
+            expected = in_one_process(program, net.module, step, ranks)
+            net.zero_grad()
+            program(net, dist.get_rank(), step)
+            assert_gradients(net, expected, **tolerance)
+            if check is not None:
+                check(net)
+
+    run_ranks(main, ranks, backend=backend, timeout=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +36,11 @@ def quick_polls(
         "run_ranks",
         lambda fn, *args, **kw: run_ranks(_with_quick_polls(fn), *args, **kw),
     )
+
+
+@pytest.fixture
+def same_as_one_process(each_backend: str) -> Callable[..., None]:
+    """The oracle of `ddp.common`, on each backend."""
+    from ddp import common
+
+    return partial(common.same_as_one_process, backend=each_backend)

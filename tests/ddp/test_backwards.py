@@ -9,6 +9,7 @@ from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ from gradwire.errors import GradwireError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
-OPTIONS = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+OPTIONS = [
+    {},
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+]
 
 
 def mlp():
@@ -31,8 +37,12 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 70), nn.Tanh(), nn.Linear(70, 300), nn.Linear(300, 2))
 
 
+def batch(rank, step=0):
+    return torch.full((2, 4), (1.0 + rank + step) / 3)
+
+
 def own_batch(step=0):
-    return torch.full((2, 4), (1.0 + dist.get_rank() + step) / 3)
+    return batch(dist.get_rank(), step)
 
 
 def average(net):
@@ -44,63 +54,59 @@ def assert_same(net, twin):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"static_graph": True}])
-def test_a_backward_that_is_repeated(options):
-    """Each is reduced: the gradients are the sum of both means."""
-
-    def main():
-        net, twin = DistributedDataParallel(mlp(), **options), mlp()
-        net(own_batch()).sum().backward()
-        for step in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            loss = net(own_batch(step)).square().mean()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            loss = twin(own_batch(step)).square().mean()
-            (loss + loss).backward()
-            average(twin)
-            assert_same(net, twin)
-
-    run_ranks(main, 2)
+# -- programs whose gradients are those of one process ----------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_two_forwards_and_then_two_backwards(options):
-    def main():
-        net, twin = DistributedDataParallel(mlp(), **options), mlp()
-        for step in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            losses = [net(own_batch(step + i)).square().mean() for i in range(2)]
-            for loss in losses:
-                loss.backward()
-            sum(twin(own_batch(step + i)).square().mean() for i in range(2)).backward()
-            average(twin)
-            assert_same(net, twin)
-
-    run_ranks(main, 2)
+def once(net, rank, step):
+    net(batch(rank, step)).square().mean().backward()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_an_output_that_is_written_to_and_a_repeated_backward(options):
-    """It is a view: written to in place, it has another node, and its hooks are left behind."""
+def repeated(net, rank, step):
+    """Each backward is reduced: the gradients are the sum of both means."""
+    loss = net(batch(rank, step)).square().mean()
+    loss.backward(retain_graph=step > 0)
+    if step:
+        loss.backward()
 
-    def main():
-        twin = nn.Sequential(mlp(), nn.Flatten(0))
-        net = DistributedDataParallel(copy.deepcopy(twin), **options)
-        for step in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            for model in (net, twin):
-                out = model(own_batch(step))
-                out += 1
-                out.sum().backward(retain_graph=True)
-                out.square().sum().backward()
-            average(twin)
-            assert_same(net, twin)
 
-    run_ranks(main, 2)
+def two_forwards(net, rank, step):
+    losses = [net(batch(rank, step + i)).square().mean() for i in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def accumulated(net, rank, step):
+    with net.no_sync():
+        for i in range(2):
+            net(batch(rank, step + i)).square().mean().backward()
+    net(batch(rank, step + 2)).square().mean().backward()
+
+
+def written_output(net, rank, step):
+    """A view that is written in place has another node, and its hooks are left behind."""
+    out = net(batch(rank, step))
+    out += 1
+    out.sum().backward(retain_graph=True)
+    out.square().sum().backward()
+
+
+def policy(net, rank, step):
+    distribution, value = net(batch(rank, step))
+    value.square().sum().backward(retain_graph=True)
+    distribution.mean.square().sum().backward()
+
+
+def far_inside(net, rank, step):
+    y = net(batch(rank, step)).result.of[0]["y"]
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+def penalty(net, rank, step):
+    x = batch(rank, step).requires_grad_()
+    out = net(x).square().mean()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + gradient.square().sum()).backward()
 
 
 class Policy(nn.Module):
@@ -114,23 +120,6 @@ class Policy(nn.Module):
         y = self.body(x)
         normal = torch.distributions.Normal(y.tanh(), 1.0)
         return torch.distributions.Independent(normal, 1), y.sum(1)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_an_output_of_another_class_and_a_repeated_backward(options):
-    def main():
-        net, twin = DistributedDataParallel(Policy(), **options), Policy()
-        for step in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            for model in (net, twin):
-                distribution, value = model(own_batch(step))
-                value.square().sum().backward(retain_graph=True)
-                distribution.mean.square().sum().backward()
-            average(twin)
-            assert_same(net, twin)
-
-    run_ranks(main, 2)
 
 
 class Refusing(Mapping):
@@ -164,21 +153,89 @@ class Result(nn.Module):
         return types.SimpleNamespace(result=result)
 
 
-def test_outputs_of_any_kind():
-    def main():
-        net, twin = DistributedDataParallel(nn.Sequential(mlp(), Result())), mlp()
-        y = net(own_batch()).result.of[0]["y"]
-        y.sum().backward(retain_graph=True)
-        y.square().sum().backward()
-        (twin(own_batch()).sum() + twin(own_batch()).square().sum()).backward()
-        average(twin)
-        assert_same(net, twin)
+PROGRAMS = {
+    "repeated": (repeated, mlp),
+    "two forwards": (two_forwards, mlp),
+    "accumulated": (accumulated, mlp),
+    "written output": (written_output, lambda: nn.Sequential(mlp(), nn.Flatten(0))),
+    "output of another class": (policy, Policy),
+    "output of any kind": (far_inside, lambda: nn.Sequential(mlp(), Result())),
+    "penalty on gradients": (penalty, mlp),
+}
 
-    run_ranks(main, 2)
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*product(PROGRAMS, OPTIONS[:3]), ("repeated", OPTIONS[3])],
+)
+def test_programs(name, options, same_as_one_process):
+    program, model = PROGRAMS[name]
+    same_as_one_process(program, options=options, model=model)
+
+
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+def test_delayed_parameters_travel_last(hook, same_as_one_process):
+    def options(module):
+        delayed = [(n, p) for n, p in module.named_parameters() if n.startswith("3.")]
+        return {
+            "delay_all_reduce_named_params": delayed,
+            "param_to_hook_all_reduce": module[0].weight,
+        }
+
+    def check(net):
+        assert sorted(net.reducer.buckets[-1]) == ["3.bias", "3.weight"]
+
+    same_as_one_process(once, options=options, hook=hook, model=mlp, check=check)
+
+
+class Logits(dict):
+    """Has a constructor of its own, and its entry as an attribute, too."""
+
+    def __init__(self, logits):
+        super().__init__(logits=logits)
+        self.logits = logits
+
+
+OUTPUTS = {
+    "defaultdict": (lambda y: defaultdict(list, y=y), lambda out: out["y"]),
+    "constructor": (Logits, lambda out: out.logits),
+    "UserDict": (lambda y: UserDict(y=y), lambda out: out["y"]),
+    "deque": (lambda y: deque([[y]]), lambda out: out[0][0]),
+    "packed": (lambda y: pack_sequence([y.flatten()]), lambda out: out.data),
+}
+
+
+class Around(nn.Module):
+    """Gives its inner module's output the class of the input, or returns the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, *, value, run):
+        wrap, read = OUTPUTS[value[0]]
+        return wrap(self.inner(read(value[1]).view(-1, 4))) if run else value[1]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_containers_of_any_class_as_inputs_and_outputs(name, same_as_one_process):
+    """Also where an input comes out as it went in."""
+
+    def program(net, rank, step):
+        wrap, read = OUTPUTS[name]
+        given = wrap(batch(rank, step).requires_grad_())
+        out = net(value=(name, given), run=step > 0 or rank > 0)
+        assert type(out) is type(given)
+        read(out).square().sum().backward()
+
+    same_as_one_process(program, options={"find_unused_parameters": True}, model=Around, steps=2)
+
+
+# -- others -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS[:3])
 def test_create_graph(options):
     """The values are reduced, and the history of this rank's gradients goes on from them."""
 
@@ -204,23 +261,9 @@ def test_create_graph(options):
     run_ranks(main, 2)
 
 
-def test_a_penalty_on_the_gradient_of_the_inputs():
-    def main():
-        net, twin = DistributedDataParallel(mlp()), mlp()
-        for model in (net, twin):
-            x = own_batch().requires_grad_()
-            out = model(x).square().mean()
-            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-            (out + gradient.square().sum()).backward()
-        average(twin)
-        assert_same(net, twin)
-
-    run_ranks(main, 2)
-
-
 @pytest.mark.narrow({"reentrant": False}, {"reentrant": True, "options": {}})
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("options", OPTIONS[:2])
 def test_a_checkpoint_around_the_module(options, reentrant):
     """What it computes again runs within the backward that is reduced."""
 
@@ -337,7 +380,7 @@ def test_grad_scaler_and_autocast():
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS[:3])
 def test_an_optimizer_in_backward(options):
     """It steps with the reduced gradients, which are gone afterwards."""
 
@@ -359,100 +402,6 @@ def test_an_optimizer_in_backward(options):
                 torch.testing.assert_close(p, q)
 
     run_ranks(main, 2)
-
-
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
-def test_delayed_parameters_travel_last(hook):
-    def main():
-        module, twin = mlp(), mlp()
-        delayed = [(n, p) for n, p in module.named_parameters() if n.startswith("3.")]
-        net = DistributedDataParallel(
-            module,
-            delay_all_reduce_named_params=delayed,
-            param_to_hook_all_reduce=module[0].weight,
-        )
-        net.register_comm_hook(None, hook)
-        for step in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            net(own_batch(step)).square().mean().backward()
-            twin(own_batch(step)).square().mean().backward()
-            average(twin)
-            assert_same(net, twin)
-            assert sorted(net.reducer.buckets[-1]) == ["3.bias", "3.weight"]
-
-    run_ranks(main, 2)
-
-
-def test_outputs_of_any_structure_and_inputs_by_name():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, *, pair):
-            return {"out": (self.layer(pair[0]), "text", None), "input": pair[1]}
-
-    def main():
-        net = DistributedDataParallel(Odd(), find_unused_parameters=True)
-        out = net(pair=(own_batch(), own_batch()))
-        out["out"][0].sum().backward()
-        return net.module.layer.weight.grad.unique().tolist()
-
-    assert run_ranks(main, 2) == [[1.0]] * 2
-
-
-class Logits(dict):
-    """Has a constructor of its own, and its entry as an attribute, too."""
-
-    def __init__(self, logits):
-        super().__init__(logits=logits)
-        self.logits = logits
-
-
-OUTPUTS = {
-    "defaultdict": (lambda y: defaultdict(list, y=y), lambda out: out["y"]),
-    "constructor": (Logits, lambda out: out.logits),
-    "UserDict": (lambda y: UserDict(y=y), lambda out: out["y"]),
-    "deque": (lambda y: deque([[y]]), lambda out: out[0][0]),
-    "packed": (lambda y: pack_sequence([y.flatten()]), lambda out: out.data),
-}
-
-
-def test_containers_of_any_class_as_inputs_and_outputs():
-    """Also where an input comes out as it went in."""
-
-    class Around(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, value, run):
-            wrap, read = OUTPUTS[value[0]]
-            return wrap(self.inner(read(value[1]).view(-1, 4))) if run else value[1]
-
-    def main():
-        for name, (wrap, read) in OUTPUTS.items():
-            net, twin = DistributedDataParallel(Around(mlp()), find_unused_parameters=True), mlp()
-            for step in range(2):
-                x, run = own_batch(step).requires_grad_(), step > 0 or dist.get_rank() > 0
-                given = wrap(x)
-                out = net((name, given), run)
-                assert type(out) is type(given), name
-                read(out).square().sum().backward()
-                if run:
-                    twin(x.detach().view(-1, 4)).square().sum().backward()
-                else:
-                    for p in twin.parameters():
-                        p.grad = torch.zeros_like(p)
-                average(twin)
-                for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad, msg=name)
-                for model in (net, twin):
-                    model.zero_grad()
-        return True
-
-    assert run_ranks(main, 2) == [True] * 2
 
 
 def test_a_copy_trains_by_itself():

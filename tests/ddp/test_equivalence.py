@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -79,29 +79,28 @@ def gradients_of(net):
 
 
 def compare(name, world_size, options):
-    """Ours after three steps, held against the whole batch, the naive twin and torch's."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    """Ours after three steps, held against the whole batch, and torch's."""
+    rank = dist.get_rank()
     torch.manual_seed(rank)  # replicas start apart: construction must make them equal
     net = MODELS[name]()
     ours = DistributedDataParallel(net, **options)
-    alone, averaged, theirs = (copy.deepcopy(net) for _ in range(3))
+    alone, theirs = (copy.deepcopy(net) for _ in range(2))
     theirs = nn.parallel.DistributedDataParallel(theirs, gradient_as_bucket_view=False)
     torch.manual_seed(7)
     for _ in range(3):
         batch = torch.randn(4 * world_size, 6)
         own = batch[4 * rank : 4 * rank + 4]
-        for model in (ours, averaged, theirs):
+        for model in (ours, theirs):
             model.zero_grad()
             loss_of(model, own).backward()
         alone.zero_grad()
         loss_of(alone, batch).backward()
-        naive.average_gradients(group, averaged.parameters())
         got = gradients_of(ours)
-        for reference in (alone, averaged, theirs):
+        for reference in (alone, theirs):
             for n, expected in gradients_of(reference).items():
                 torch.testing.assert_close(got[n], expected, rtol=2e-4, atol=1e-6, msg=n)
         with torch.no_grad():
-            for model in (ours, averaged, theirs, alone):
+            for model in (ours, theirs, alone):
                 for p in model.parameters():
                     p -= 0.1 * p.grad
     return {n: g.tolist() for n, g in got.items()}
@@ -133,32 +132,6 @@ def test_no_sync_that_is_not_enabled_has_no_effect():
         return found
 
     assert run_ranks(main, 2) == [[1.0, 2.0, 4.5], [2.0, 4.0, 4.5]]
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(view):
-    def main():
-        net = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
-        twin = copy.deepcopy(net.module)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(3):
-            batches = [torch.randn(4, 6) for _ in range(3)]
-            net.zero_grad()
-            with net.no_sync():
-                for x in batches[:2]:
-                    loss_of(net, x).backward()
-            twin.zero_grad()
-            for x in batches[:2]:
-                loss_of(twin, x).backward()
-            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad)  # nothing was sent
-            loss_of(net, batches[2]).backward()
-            loss_of(twin, batches[2]).backward()
-            naive.average_gradients(dist.group.WORLD, twin.parameters())
-            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-
-    run_ranks(main, 2)
 
 
 @pytest.mark.parametrize("view", [False, True])
