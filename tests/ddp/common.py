@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, naive
+from ddp import naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
 
 

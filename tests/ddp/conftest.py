@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.ddp.faults import waiting
+from gradwire.ddp.faults import error_channel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `ddp` is not installed
 
@@ -19,7 +19,7 @@ def _with_quick_polls(fn: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(fn)
     def main(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(waiting, "POLL_SECONDS", 0.02)
+            patch.setattr(error_channel, "POLL_SECONDS", 0.02)
             return fn(*args)
 
     return main

@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ddp import naive
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import GradwireError
 from gradwire.testing import run_ranks
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.ddp import broadcast_coalesced, naive
+from ddp import naive
+from gradwire.ddp import broadcast_coalesced
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
 

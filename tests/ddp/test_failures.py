@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp.common import Trap, assert_same, average_used, mlp
 from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
-from gradwire.ddp.faults.waiting import wait_work
+from gradwire.ddp.faults.error_channel import wait_work
 from gradwire.ddp.reducer import launch
 from gradwire.errors import (
     ArgumentError,

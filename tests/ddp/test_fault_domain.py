@@ -17,12 +17,11 @@ from torch import nn
 from ddp.common import Trap, mlp
 from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.ddp.arguments import ReducerOptions
 from gradwire.ddp.faults import collective_log
-from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.error_channel import ErrorChannel, InFlight
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import BackwardState
-from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -223,7 +222,7 @@ def test_a_step_without_errors_does_not_use_the_store():
         with pytest.MonkeyPatch.context() as patch:
             asked = []
             patch.setattr(ErrorChannel, "_ask", lambda self, *request: asked.append(request))
-            patch.setattr("gradwire.ddp.faults.waiting.POLL_SECONDS", 60.0)
+            patch.setattr("gradwire.ddp.faults.error_channel.POLL_SECONDS", 60.0)
             for _ in range(3):
                 assert_good_step(net)
             assert not asked

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp import naive
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.errors import ReductionError
 from gradwire.testing import run_ranks

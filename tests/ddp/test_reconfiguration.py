@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp import naive
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
 from gradwire.testing import run_ranks

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp.arguments import ReducerOptions
 from gradwire.ddp.buckets import bucket
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.packed import PackedBucket
-from gradwire.ddp.group import waits_on_cpu
-from gradwire.ddp.options import ReducerOptions
+from gradwire.ddp.faults.error_channel import waits_on_cpu
 from gradwire.ddp.reducer import launch
 from gradwire.ddp.reducer.weights import Tally, _usual
 from gradwire.hooks.interface import after

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp import naive
 from gradwire import compat, hooks
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,

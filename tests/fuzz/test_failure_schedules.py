@@ -27,7 +27,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
-from gradwire.ddp.faults import collective_log, waiting
+from gradwire.ddp.faults import collective_log, error_channel
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.errors import (
@@ -286,7 +286,7 @@ def check(plan: Schedule, logs: list) -> None:
 
 def run_schedules(plans: list[Schedule]) -> list[list[tuple]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "POLL_SECONDS", 0.02)
+        patch.setattr(error_channel, "POLL_SECONDS", 0.02)
         patch.setattr(collective_log, "RESYNC_TIMEOUT_SECONDS", 20.0)
         logs = []
         for plan in plans:
@@ -309,7 +309,7 @@ def run_and_check(seeds, ranks, backend, timeout):
 
 def die(plan):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "POLL_SECONDS", 0.02)
+        patch.setattr(error_channel, "POLL_SECONDS", 0.02)
         patch.setattr(collective_log, "RESYNC_TIMEOUT_SECONDS", 20.0)
         return Run(plan).train()
 

@@ -1,4 +1,4 @@
-"""Checks of DistributedDataParallel's arguments, and of the module's parameters later.
+"""Arguments of DistributedDataParallel, their checks, and the module's parameters later.
 
 Parameters that are added, replaced or thawed after wrapping would be trained on this rank only.
 """
@@ -6,23 +6,106 @@ Parameters that are added, replaced or thawed after wrapping would be trained on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradwire._groups import check_group, default_group
-from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
-from gradwire.ddp.layouts import check_not_expanded, inner_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """Options of a `Reducer`, as in `DistributedDataParallel`.
+
+    Attributes:
+        caps: Size limits in bytes of the first bucket, the second, …; the last one repeats.
+        skip_unused: If True, nothing is sent for unused buckets.
+        sparse: Names of the parameters whose gradients are sparse.
+        delayed: Names of parameters that are sent together, after all others.
+        manual_finalization: If True, `Reducer.finalize` ends a backward.
+        module: Name of the wrapped module, for messages.
+    """
+
+    caps: Sequence[int] | None = None
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    skip_unused: bool = False
+    sparse: Collection[str] = ()
+    delayed: Collection[str] = ()
+    lazy: bool = False
+    manual_finalization: bool = False
+    module: str = "(a reducer)"
+
+    @property
+    def rebuilds(self) -> bool:
+        """True if buckets are reassigned after the first backward, in rank 0's order."""
+        return self.static_graph or not self.find_unused_parameters  # the same parameters each time
+
+
+class WeakHook:
+    """Callable that calls a method, with leading arguments, while its object is alive.
+
+    Copies and pickles of it do nothing, so that a copied module does not call the original's hooks.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._first = first
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the method's result; None if its object was collected."""
+        method = None if self._method is None else self._method()
+        return None if method is None else method(*self._first, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakHook, ()
+
+
+def remove_hooks(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def remove_hooks_with(owner: object, handles: Sequence[Any]) -> weakref.finalize[Any, Any]:
+    """Remove hooks once their owner is collected, or when the returned finalizer is called."""
+    # the hooks hold no reference to the owner; at exit, modules needed for it may be gone
+    finalizer = weakref.finalize(owner, remove_hooks, handles)
+    finalizer.atexit = False
+    return finalizer
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold a subclass's values, or the tensor itself."""
+    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    held = [getattr(tensor, name) for name in names]
+    return [inner for value in held if isinstance(value, Tensor) for inner in inner_tensors(value)]
+
+
+def check_not_expanded(tensor: Tensor, name: str) -> None:
+    """Raise ArgumentError if several of a tensor's elements share one element in memory."""
+    if tensor.layout != torch.strided:
+        return
+    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name}, of shape {tuple(tensor.shape)}, is expanded: several of its elements share "
+            "one element in memory, and cannot be written separately; clone() it"
+        )
 
 
 def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter]]:

@@ -16,6 +16,7 @@ from gradwire._containers import map_tensors, tensors_in
 from gradwire._scope import in_transform, runs_outside_contexts
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
+    ReducerOptions,
     check_interval,
     check_module,
     resolve_caps,
@@ -26,7 +27,6 @@ from gradwire.ddp.arguments import (
 from gradwire.ddp.broadcast import BufferHook, Buffers
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reduced_module import (
     ReducedModule,
     StepInfo,

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
+from gradwire.ddp.arguments import ReducerOptions
 from gradwire.ddp.buckets.bucket import Bucket, BucketContext, InPlaceBucket, Member, SparseBucket
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
-from gradwire.ddp.options import ReducerOptions
 from gradwire.shm import shares_memory
 
 FIRST_BUCKET_BYTES = 1 << 20

@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import memory_strides, views
+from gradwire.ddp.arguments import ReducerOptions, inner_tensors
 from gradwire.ddp.buckets.ownership import Ownership, is_conj_or_neg
-from gradwire.ddp.layouts import inner_tensors
-from gradwire.ddp.options import ReducerOptions
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import SparseSum
 

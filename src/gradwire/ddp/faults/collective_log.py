@@ -29,7 +29,13 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.error_channel import (
+    ErrorChannel,
+    InFlight,
+    broadcast_options,
+    first_failure,
+    work_in_flight,
+)
 from gradwire.ddp.faults.protocol import (
     BackwardState,
     Phase,
@@ -39,8 +45,6 @@ from gradwire.ddp.faults.protocol import (
     missing_elsewhere,
     next_phase,
 )
-from gradwire.ddp.faults.waiting import InFlight, first_failure, work_in_flight
-from gradwire.ddp.group import broadcast_options
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,

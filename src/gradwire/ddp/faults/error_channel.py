@@ -1,8 +1,8 @@
-"""Error reports between ranks through the group's store, for when collectives hang.
+"""Waits for communication, and reports of errors between ranks when collectives hang.
 
-Keys begin with a random name that rank 0 broadcasts to the group. They therefore differ from those
-of a copy of the module on one rank, and of an earlier group in the same store. The name is followed
-by the number of times that the ranks have been resynchronized.
+A wait polls at intervals for errors that other ranks report through the group's store, and has a
+deadline. A backend's failure is translated to an error of gradwire by its type and by whether the
+backend's timeout has passed, never by its message.
 """
 
 from __future__ import annotations
@@ -11,19 +11,186 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Work
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Work
 
+from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire._groups import find_store, store_of
 from gradwire._processes import is_alive, this_process
-from gradwire.ddp.group import broadcast_options, message_device
-from gradwire.errors import PeerLostError
+from gradwire._torch import is_done
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.recorder import record_error
+from gradwire.shm import shm_backend_of
+
+
+def broadcast_options(root: int) -> BroadcastOptions:
+    """Return the options of a broadcast from a rank of the group."""
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+def cpu_capable(group: ProcessGroup) -> bool:
+    """Return True if the group supports CPU tensors. Assume so if it does not list devices."""
+    kinds = [device.type for device in group._device_types]
+    return not kinds or "cpu" in kinds
+
+
+def message_device(group: ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group supports: the CPU if possible."""
+    if cpu_capable(group):
+        return torch.device("cpu")
+    kind = group._device_types[0].type
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def waits_on_cpu(group: ProcessGroup, device: torch.device) -> bool:
+    """Return True if waiting for a collective of a device's tensors blocks the CPU.
+
+    Other backends only queue a wait on the accelerator's stream. Gloo copies an accelerator's
+    tensors to the host, and its waits end when the other ranks have answered.
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        return str(group._get_backend(device).name()) == "gloo"
+    except RuntimeError:  # no backend for the device, or a group in Python
+        return False
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Return the group's timeout in seconds; PyTorch's default if it has none."""
+    if (member := shm_backend_of(group)) is not None:
+        return member.timeout.total_seconds()
+    return backend_timeout(group)
+
+
+@contextmanager
+def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -> Iterator[None]:
+    """Raise PeerLostError or CollectiveTimeoutError for a backend's error in this context.
+
+    `what` names the collective, which was sent at `since`, the start of the context by default.
+    """
+    since = time.monotonic() if since is None else since
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistributedError) or not is_transport(error):
+            raise
+        failure = backend_failure(error, what, timed_out=is_over(since, timeout_of(group)))
+        record_error(failure)
+        raise failure from error
+
+
+POLL_SECONDS = 0.2
+"""Interval at which a wait polls. A shorter wait does not poll."""
+GRACE_SECONDS = 5.0
+"""Time after the backend's deadline at which a wait gives up. The backend's error comes first and
+has more detail."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Communication in progress, which can be checked without waiting."""
+
+    done: Callable[[], bool]
+    error: Callable[[], BaseException | None]  # the backend's error after the end, or None
+
+
+def work_in_flight(work: Work) -> InFlight:
+    return InFlight(lambda: is_done(work), lambda: failure_of(work))
+
+
+def future_in_flight(future: torch._C.Future[Any]) -> InFlight:
+    """Return the `InFlight` of a hook's future. Its error may be the hook's own and is ignored."""
+    return InFlight(future.done, lambda: None)
+
+
+def failure_of(work: Work) -> BaseException | None:
+    """Return the error of a work handle that has ended, or None."""
+    try:
+        work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def wait_work(
+    work: Work, poll: Callable[[], None], *, on_cpu: bool, seconds: float
+) -> BaseException | None:
+    """Wait for a work handle; on an accelerator, let the current stream wait.
+
+    Returns:
+        The backend's error, or None. Exceptions of `poll` are propagated.
+    """
+    if not on_cpu:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return error
+        return None
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    while True:
+        try:
+            work.wait(timedelta(seconds=POLL_SECONDS))
+            return None
+        except RuntimeError:
+            if is_done(work):  # failed, or ended just after the interval
+                return failure_of(work)
+        poll()
+        if time.monotonic() > deadline:
+            return CollectiveTimeoutError(
+                f"not done {GRACE_SECONDS:g} s after the timeout of {seconds:g} s"
+            )
+
+
+def wait_done(work: Work, poll: Callable[[], None]) -> None:
+    """Wait until an accelerator's collective has ended. The backend enforces the deadline."""
+    # `wait()` would only queue a wait on the stream. The pause grows from 20 µs to 1 ms: short
+    # collectives end in microseconds, and long ones should not keep a core busy.
+    pause = 0.0
+    polled = time.monotonic()
+    while not is_done(work):
+        time.sleep(pause)
+        pause = min(2 * pause + 2e-5, 1e-3)
+        if time.monotonic() - polled > POLL_SECONDS:
+            poll()
+            polled = time.monotonic()
+
+
+def wait_future(
+    future: torch._C.Future[Any], poll: Callable[[], None], seconds: float
+) -> BaseException | None:
+    """Wait until a future has its value or its error. Exceptions of `poll` are propagated.
+
+    Returns:
+        An error if the deadline has passed, else None.
+    """
+    if future.done():
+        return None
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    while not done.wait(POLL_SECONDS):
+        poll()
+        if time.monotonic() > deadline:
+            return CollectiveTimeoutError(f"the hook's future is not done after {seconds:g} s")
+    return None
+
+
+def first_failure(in_flight: Sequence[InFlight]) -> BaseException | None:
+    """Return the first backend failure among communication that has ended, or None."""
+    errors = (p.error() for p in in_flight if p.done())
+    return next((error for error in errors if error and is_transport(error)), None)
+
 
 TOKEN_BYTES = 16
 ANSWER_SECONDS = 1.0
@@ -31,6 +198,11 @@ ANSWER_SECONDS = 1.0
 LIVENESS_SECONDS = 1.0
 """Interval at which a rank checks that the ranks it waits for are still running."""
 EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
+
+
+# Keys begin with a random name that rank 0 broadcasts to the group. They therefore differ from
+# those of a copy of the module on one rank, and of an earlier group in the same store. The name is
+# followed by the number of times that the ranks have been resynchronized.
 
 
 class ErrorChannel:

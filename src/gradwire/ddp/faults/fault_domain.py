@@ -36,10 +36,14 @@ from gradwire.ddp.faults.collective_log import (
     Participants,
     ResynchronizationRound,
 )
-from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.error_channel import (
+    ErrorChannel,
+    backend_errors,
+    timeout_of,
+    wait_future,
+    wait_work,
+)
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
-from gradwire.ddp.faults.waiting import wait_future, wait_work
-from gradwire.ddp.group import backend_errors, timeout_of
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,

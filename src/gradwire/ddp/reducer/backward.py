@@ -38,12 +38,12 @@ from torch.nn import Parameter
 
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
+from gradwire.ddp.arguments import remove_hooks
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
+from gradwire.ddp.faults.error_channel import InFlight
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event
-from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.hook_handles import remove_hooks
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Forwards, Tally, Usage, Weights
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError

@@ -27,16 +27,19 @@ from gradwire.ddp.faults.collective_log import (
     all_reduce_entry,
     broadcast_entry,
 )
-from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.waiting import (
+from gradwire.ddp.faults.error_channel import (
     InFlight,
+    broadcast_options,
+    cpu_capable,
     future_in_flight,
+    message_device,
     wait_done,
     wait_future,
     wait_work,
+    waits_on_cpu,
     work_in_flight,
 )
-from gradwire.ddp.group import broadcast_options, cpu_capable, message_device, waits_on_cpu
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer.weights import Tally
 from gradwire.errors import BrokenGroupError, DistributedError
 from gradwire.hooks import GradBucket, SparseSum, StatefulHook, as_future, parse_hook_result

@@ -3,7 +3,7 @@
 Each parameter reports once per backward that its gradient is ready. When all parameters of a bucket
 have done so, the bucket is launched, in the same order on every rank. At the end of backward, the
 reducer waits for the buckets in that order and writes the results to the gradients: all of this is
-in `Backward`. `average_gradients` in `naive.py` computes the same without buckets or overlap.
+in `Backward`. `average_gradients` in `tests/ddp/naive.py` computes the same without buckets.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from torch.nn import Parameter
 from gradwire._containers import leaves, map_tensors, tensors_in
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
+from gradwire.ddp.arguments import ReducerOptions, remove_hooks_with
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.faults.protocol import BackwardState, Event
-from gradwire.ddp.hook_handles import remove_hooks_with
-from gradwire.ddp.options import ReducerOptions
 from gradwire.ddp.reducer.backward import Backward, on_gradient
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Tally, Usage, accumulation_node
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError

@@ -5,8 +5,8 @@ the weight before it is accumulated, so that `.grad` holds Σ n g of this rank's
 of n over ranks is sent with the gradients: after those of a bucket, or in the vote that ends a
 hook's backward. The buckets of a hook that is not linear are weighted before the hook is called.
 For this, the sum is sent in a separate message before the first bucket, in each backward, because
-no rank knows whether others have weights. `weighted_average` in `naive.py` computes the same
-without buckets.
+no rank knows whether others have weights. `weighted_average` in `tests/ddp/naive.py` computes the
+same without buckets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
-from gradwire.ddp.options import ReducerOptions
+from gradwire.ddp.arguments import ReducerOptions, WeakHook, remove_hooks_with
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -1,4 +1,4 @@
-"""Naive reference implementation of this package, to which tests compare it.
+"""Naive reference implementation of gradwire.ddp, to which tests compare it.
 
 It has no buckets and no overlap, and sends one message per tensor: too slow to train with, short
 enough to trust.
