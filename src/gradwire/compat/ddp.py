@@ -180,11 +180,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         )
 
     def _register_fused_optim(
-        self,
-        optim: type,
-        *args: Any,
-        optim_params: Iterable[Tensor] | None = None,
-        **kwargs: Any,
+        self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
     ) -> None:
         """Step parameters with an optimizer of this class as soon as their bucket is reduced."""
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
