@@ -29,13 +29,8 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.ddp.faults.error_channel import (
-    ErrorChannel,
-    InFlight,
-    broadcast_options,
-    first_failure,
-    work_in_flight,
-)
+from gradwire._torch import is_done
+from gradwire.ddp.faults.error_channel import ErrorChannel, Handle, broadcast_options, first_failure
 from gradwire.ddp.faults.protocol import (
     BackwardState,
     Phase,
@@ -112,12 +107,12 @@ class CollectiveLog:
         """Return the numbers of collectives on the group and on others."""
         return self.position(), sum(map(len, self.elsewhere.values()))
 
-    def in_flight(self) -> list[InFlight]:
-        return [work_in_flight(work) for work in (*self.works, *self._small)]
+    def in_flight(self) -> list[Work]:
+        return [*self.works, *self._small]
 
     def failure(self) -> BaseException | None:
         """Return the failure of a hook's collective, from its handle or its shm group, or None."""
-        if error := first_failure([work_in_flight(work) for work in self.works]):
+        if error := first_failure(self.works):
             return error
         for group in (self._group(), *map(group_of, self.elsewhere)):
             member = None if group is None else shm_backend_of(group)
@@ -322,7 +317,7 @@ class Participant(Protocol):
     state: BackwardState
     end: int  # position of the last message, while COMMITTING or UNDECIDED
 
-    def in_flight(self) -> list[InFlight]:
+    def in_flight(self) -> list[Handle]:
         """Return the communication in progress."""
 
     def start_over(self) -> None:
@@ -412,7 +407,10 @@ class ResynchronizationRound:
         }
         undecided = max(participants.undecided(), default=None)
         self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
-        self._in_flight = [*log.in_flight(), *(one for p in participants for one in p.in_flight())]
+        self._in_flight: list[Handle] = [
+            *log.in_flight(),
+            *(one for p in participants for one in p.in_flight()),
+        ]
         self.positions: list[int] = []
         self.diverged = ""
         self._failures: dict[int, str] = {}
@@ -489,13 +487,13 @@ class ResynchronizationRound:
         for entry in missing(min(self.positions), sent):
             check_joinable(entry)
         for entry in missing(own, sent):
-            self._in_flight.append(work_in_flight(join(self._group, entry)))
+            self._in_flight.append(join(self._group, entry))
         for name in sorted({name for s in statements for name in s.elsewhere}):
             group = group_of(name)
             if group is not None:
                 at = sequence_number(group)
                 for entry in missing_elsewhere(name, at, statements):
-                    self._in_flight.append(work_in_flight(join(group, entry)))
+                    self._in_flight.append(join(group, entry))
 
     def _ended(self) -> bool:
         """Return True if all communication has ended or will not end."""
@@ -503,7 +501,9 @@ class ResynchronizationRound:
             return True
         if self._log.position() > self._goal:
             self._outcome = "a hook sent further collectives after the error"
-        elif all(p.done() for p in self._in_flight):
+        elif all(
+            h.done() if isinstance(h, torch._C.Future) else is_done(h) for h in self._in_flight
+        ):
             self._raise_failure()
         elif time.monotonic() > self._deadline:
             self._outcome = f"collectives were still in progress after {self._timeout:g} s"

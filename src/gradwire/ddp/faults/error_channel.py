@@ -11,11 +11,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -97,21 +96,8 @@ GRACE_SECONDS = 5.0
 has more detail."""
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """Communication in progress, which can be checked without waiting."""
-
-    done: Callable[[], bool]
-    error: Callable[[], BaseException | None]  # the backend's error after the end, or None
-
-
-def work_in_flight(work: Work) -> InFlight:
-    return InFlight(lambda: is_done(work), lambda: failure_of(work))
-
-
-def future_in_flight(future: torch._C.Future[Any]) -> InFlight:
-    """Return the `InFlight` of a hook's future. Its error may be the hook's own and is ignored."""
-    return InFlight(future.done, lambda: None)
+Handle: TypeAlias = "Work | torch._C.Future[Any]"
+"""Communication in progress: a collective, or the future of a communication hook."""
 
 
 def failure_of(work: Work) -> BaseException | None:
@@ -186,9 +172,11 @@ def wait_future(
     return None
 
 
-def first_failure(in_flight: Sequence[InFlight]) -> BaseException | None:
+def first_failure(handles: Iterable[Handle]) -> BaseException | None:
     """Return the first backend failure among communication that has ended, or None."""
-    errors = (p.error() for p in in_flight if p.done())
+    # the error of a future may be the hook's own
+    works = [h for h in handles if not isinstance(h, torch._C.Future)]
+    errors = (failure_of(work) for work in works if is_done(work))
     return next((error for error in errors if error and is_transport(error)), None)
 
 

@@ -41,7 +41,7 @@ from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.arguments import remove_hooks
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
-from gradwire.ddp.faults.error_channel import InFlight
+from gradwire.ddp.faults.error_channel import Handle
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
@@ -179,7 +179,7 @@ class Backward:
         elsewhere = self.domain.elsewhere()
         return [b for b in elsewhere if b.running and b.task == self.task] if elsewhere else []
 
-    def in_flight(self) -> list[InFlight]:
+    def in_flight(self) -> list[Handle]:
         """Return the messages in flight."""
         return self.launcher.in_flight()
 

@@ -28,16 +28,14 @@ from gradwire.ddp.faults.collective_log import (
     broadcast_entry,
 )
 from gradwire.ddp.faults.error_channel import (
-    InFlight,
+    Handle,
     broadcast_options,
     cpu_capable,
-    future_in_flight,
     message_device,
     wait_done,
     wait_future,
     wait_work,
     waits_on_cpu,
-    work_in_flight,
 )
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer.weights import Tally
@@ -94,11 +92,11 @@ class Launcher:
         self.correction = 1.0
         self.scale: float | None = None
 
-    def in_flight(self) -> list[InFlight]:
+    def in_flight(self) -> list[Handle]:
         """Return the messages that may still be in flight."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
-        return [*map(work_in_flight, works), *map(future_in_flight, futures)]
+        return [*works, *futures]
 
     # -- buckets -----------------------------------------------------------------------------
 
