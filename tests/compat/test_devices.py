@@ -141,12 +141,6 @@ class Mean(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("installed")
-def test_arguments_of_gradwire_only_are_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected argument 'strict'"):
-        torch.nn.parallel.comm.scatter(torch.ones(4), CPUS, strict=True)
-
-
-@pytest.mark.usefixtures("installed")
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
 def test_autograd_functions_on_logical_replicas() -> None:
     from torch.nn.parallel._functions import Broadcast, Gather, ReduceAddCoalesced, Scatter

@@ -168,10 +168,10 @@ def test_coalesced_results_are_those_of_the_plain_ops() -> None:
         assert total.layout == plain.layout
 
 
-def test_detached_buffers() -> None:
+def test_results_with_storage_of_their_own() -> None:
     tensors = [torch.randn(5) for _ in range(4)]
-    replica = broadcast_coalesced(tensors, ["cpu"] * 2, detach_buffers=True)[1]
-    sums = reduce_add_coalesced([tensors, tensors], detach_buffers=True)
+    replica = broadcast_coalesced(tensors, ["cpu"] * 2, buffer_size=1)[1]
+    sums = reduce_add_coalesced([tensors, tensors], buffer_size=1)
     assert len(storages([*replica, *sums])) == 8
     assert all(t.untyped_storage().nbytes() == 20 for t in (*replica, *sums))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,24 +13,6 @@ from torch.nn import Module
 from gradwire import devices as ours
 from gradwire.compat.replacements import Replacement, as_runtime_error
 from gradwire.devices import HOST, Device, default_devices
-
-T = TypeVar("T")
-
-
-def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
-    """Return the function with PyTorch's signature, without gradwire's additional arguments."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> T:
-        for name in without:
-            if name in kwargs:
-                raise TypeError(f"{function.__name__}() got an unexpected argument {name!r}")
-        return function(*args, **kwargs)
-
-    signature = inspect.signature(function)
-    kept = [p for p in signature.parameters.values() if p.name not in without]
-    call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return call
 
 
 class Broadcast:
@@ -193,6 +173,11 @@ def _comm_gather(
     return ours.gather(tensors, dim, destination, out=out)
 
 
+def _reduce_add(inputs: Sequence[Tensor], destination: Device | None = None) -> Tensor:
+    """See gradwire.devices.reduce_add."""
+    return ours.reduce_add(inputs, destination)
+
+
 def _reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: Device | None = None,
@@ -204,14 +189,10 @@ def _reduce_add_coalesced(
 
 TABLE = (
     Replacement(as_runtime_error(ours.broadcast), "broadcast", _COMM),
-    Replacement(
-        as_runtime_error(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
-        "broadcast_coalesced",
-        _COMM,
-    ),
-    Replacement(as_runtime_error(_narrowed(ours.reduce_add, "out")), "reduce_add", _COMM),
+    Replacement(as_runtime_error(ours.broadcast_coalesced), "broadcast_coalesced", _COMM),
+    Replacement(as_runtime_error(_reduce_add), "reduce_add", _COMM),
     Replacement(as_runtime_error(_reduce_add_coalesced), "reduce_add_coalesced", _COMM),
-    Replacement(as_runtime_error(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
+    Replacement(as_runtime_error(ours.scatter), "scatter", _COMM),
     Replacement(as_runtime_error(_comm_gather), "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),

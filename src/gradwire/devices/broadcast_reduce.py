@@ -91,8 +91,6 @@ def broadcast_coalesced(
     tensors: Iterable[Tensor],
     devices: Iterable[Device],
     buffer_size: int = BUFFER_SIZE,
-    *,
-    detach_buffers: bool = False,
 ) -> list[list[Tensor]]:
     """Copy many tensors to every device, packing small ones into buffers.
 
@@ -102,9 +100,8 @@ def broadcast_coalesced(
     Args:
         tensors: Dense or sparse tensors of any shapes and dtypes, on the first of `devices`.
         devices: List of k devices. A device may be listed several times, for several copies.
-        buffer_size: Size in bytes of the buffers that tensors of one dtype share.
-        detach_buffers: True to give every copy its own storage. By default, a copy that outlives
-            the others keeps its whole buffer, of about `buffer_size`, in memory.
+        buffer_size: Size in bytes of the buffers that tensors of one dtype share. A copy that
+            outlives the others keeps its whole buffer in memory: 1 gives every copy its own.
 
     Returns:
         A list of k lists of copies. The first list holds the tensors themselves, or views of them
@@ -129,7 +126,8 @@ def broadcast_coalesced(
         raise ArgumentError(
             f"tensors are on {home}, devices[0] is {places[0]}: list the tensors' device first"
         )
-    return broadcast_lists(found, places, _buffer_bytes(buffer_size, detach_buffers))
+    _check_buffer_size(buffer_size)
+    return broadcast_lists(found, places, buffer_size)
 
 
 def reduce_add(
@@ -185,8 +183,6 @@ def reduce_add_coalesced(
     inputs: Iterable[Iterable[Tensor]],
     destination: Device | None = None,
     buffer_size: int = BUFFER_SIZE,
-    *,
-    detach_buffers: bool = False,
 ) -> tuple[Tensor, ...]:
     """Sum many tensors of several devices, packing small ones into buffers.
 
@@ -195,9 +191,8 @@ def reduce_add_coalesced(
             same position have one shape and dtype. The sum at a position is sparse if the tensors
             of all lists are sparse, and dense if only some are.
         destination: Device of the sums; the first list's device if None, the CPU if −1.
-        buffer_size: Size in bytes of the buffers that sums of one dtype share.
-        detach_buffers: True to give every sum its own storage. By default, a sum that outlives the
-            others keeps its whole buffer, of about `buffer_size`, in memory.
+        buffer_size: Size in bytes of the buffers that sums of one dtype share. A sum that outlives
+            the others keeps its whole buffer in memory: 1 gives every sum its own.
 
     Returns:
         A tuple of n sums, each with its own version counter. A single list is returned unchanged.
@@ -233,16 +228,15 @@ def reduce_add_coalesced(
     for j, column in enumerate(zip(*replicas, strict=True)):
         placement.check_alike(column, f"position {j} of inputs", layout=False)
     home = as_destination(destination, replicas[0][0].device)
-    return tuple(reduce_lists(replicas, home, _buffer_bytes(buffer_size, detach_buffers)))
+    _check_buffer_size(buffer_size)
+    return tuple(reduce_lists(replicas, home, buffer_size))
 
 
-def _buffer_bytes(buffer_size: int, detach_buffers: bool) -> int:
+def _check_buffer_size(buffer_size: object) -> None:
     if not isinstance(buffer_size, int):
         raise ArgumentTypeError(f"buffer_size is {buffer_size!r}: give a number of bytes, an int")
     if buffer_size <= 0:
         raise ArgumentError(f"buffer_size is {buffer_size}: give a number of bytes > 0")
-    # A buffer of one byte holds one tensor.
-    return 1 if detach_buffers else buffer_size
 
 
 # --- differentiable copies and sums of lists ---

@@ -243,20 +243,11 @@ def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
     return dim
 
 
-def chunk_sizes_of(
-    size: int, places: int, chunk_sizes: Sequence[int] | None, *, strict: bool
-) -> list[int]:
+def chunk_sizes_of(size: int, places: int, chunk_sizes: Sequence[int] | None) -> list[int]:
     """Return the chunk sizes: as given, or as those of torch.chunk, which may be fewer."""
     if chunk_sizes is None:
         step = -(-size // places)
-        sizes = [min(step, size - i) for i in range(0, size, step)] if size else [0] * places
-        if strict and len(sizes) < places:
-            raise ArgumentError(
-                f"tensor has size {size} in the scattered dim, which makes {len(sizes)} chunks of "
-                f"{step} for {places} devices: give chunk_sizes, or strict=False to leave the last "
-                "devices without a chunk"
-            )
-        return sizes
+        return [min(step, size - i) for i in range(0, size, step)] if size else [0] * places
     if not isinstance(chunk_sizes, Iterable):
         raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints")
     try:

@@ -28,7 +28,6 @@ def scatter(
     streams: Streams = None,
     *,
     out: Iterable[Tensor] | None = None,
-    strict: bool = False,
 ) -> tuple[Tensor, ...]:
     """Split a tensor into chunks, one for each device.
 
@@ -46,7 +45,6 @@ def scatter(
         out: Tensors to write into instead. Their sizes in `dim` are the chunk sizes, and no
             gradient is recorded. They must not share memory with each other or with the tensor,
             except for a chunk's own memory. Exactly one of `devices` and `out` must be given.
-        strict: True to raise if there would be fewer chunks than devices.
 
     Returns:
         The chunks, in the tensor's memory format. The chunk for the first entry of the tensor's own
@@ -72,7 +70,7 @@ def scatter(
         raise ArgumentError(f"tensor has layout {tensor.layout}: give a dense tensor")
     if devices is not None:
         places = as_devices(devices)
-        sizes = placement.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
+        sizes = placement.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes)
         _check_streams(streams, len(places))
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
@@ -310,7 +308,7 @@ def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
                 "is not a container, or make it a buffer of the module"
             )
         found, size = found or name, tensor.shape[dim]
-    return placement.chunk_sizes_of(size, places, None, strict=False)
+    return placement.chunk_sizes_of(size, places, None)
 
 
 def _scattered(
