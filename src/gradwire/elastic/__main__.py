@@ -17,9 +17,7 @@ from gradwire.errors import ArgumentError
 def main(
     arguments: Sequence[str],
     prog: str = "python -m gradwire.elastic",
-    prepare: Callable[[Path], None] = lambda directory: directory.mkdir(
-        parents=True, exist_ok=True
-    ),
+    prepare: Callable[[Path], None] = lambda folder: os.makedirs(folder, exist_ok=True),
 ) -> int:
     """Run a command line.
 
@@ -53,7 +51,7 @@ def main(
             members=options.members,
             grace=options.grace,
             shutdown_timeout=options.shutdown_timeout,
-            log=_log,
+            log=lambda line: print(f"gradwire: {line}", file=sys.stderr, flush=True),
         )
     except ArgumentError as error:
         parser.error(str(error))
@@ -80,10 +78,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("script", metavar="PROGRAM", nargs="?", help="a Python file")
     add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
     return parser
-
-
-def _log(line: str) -> None:
-    print(f"gradwire: {line}", file=sys.stderr, flush=True)
 
 
 def _serve(address: str) -> int:

@@ -40,6 +40,7 @@ class Kept:
         modules: Modules among them, which are trained.
         models: Modules that are wrapped in DistributedDataParallel.
         parameters: Parameters of all modules.
+        first_buffers: Values of the buffers at the beginning of the step.
         lineage: Name of the lineage of this training, which its checkpoints have. A member that
             receives or loads a state continues its lineage.
     """
@@ -54,7 +55,8 @@ class Kept:
         self._versions: list[int] = []
         self._with_buffers: list[nn.Module] = []
         self._warned_of: set[type] = set()
-        self._first_values: tuple[int, list[Tensor]] = (-1, [])
+        self.first_buffers: list[Tensor] = []
+        self._first_step = -1
 
     def keep(self, name: str, value: Any) -> None:
         """Add an object.
@@ -113,6 +115,7 @@ class Kept:
             parameter.requires_grad_(is_trained)
         for buffer, value in zip(own, values, strict=True):
             buffer.copy_(value)
+        self._first_step = -1  # the values of buffers at its beginning are of another state
 
     def _not_persistent(self) -> list[Tensor]:
         return [
@@ -122,16 +125,13 @@ class Kept:
             if name in module._non_persistent_buffers_set
         ]
 
-    @property
-    def first_buffers(self) -> list[Tensor]:
-        """Values of the buffers at the beginning of the step."""
-        return self._first_values[1]
-
     def warn_of_unkept(self, steppers: Iterable[object]) -> None:
         """Warn, once per type, of stepped objects with a state that are not kept."""
         for stepper in steppers:
-            kind = type(stepper)
-            if kind in self._warned_of or not hasattr(kind, "state_dict") or self._has(stepper):
+            kind, kept = type(stepper), self.objects.values()
+            if kind in self._warned_of or not hasattr(kind, "state_dict"):
+                continue
+            if any(stepper is part for value in kept for part in (value, *_parts(value))):
                 continue
             self._warned_of.add(kind)
             warnings.warn(
@@ -141,13 +141,6 @@ class Kept:
                 NotKeptWarning,
                 stacklevel=4,  # the loop
             )
-
-    def _has(self, stepper: object) -> bool:
-        """Return True if the object is kept, or is an attribute of a kept object."""
-        kept = self.objects.values()
-        return any(stepper is value for value in kept) or any(
-            stepper is part for value in kept for part in _parts(value)
-        )
 
     def set_group(self, group: ProcessGroup) -> None:
         """Set the process group of the models."""
@@ -166,10 +159,11 @@ class Kept:
         for model in self.models:
             model.require_backward_grad_sync = sync
             model.require_forward_param_sync = sync
-        if self._first_values[0] == step:
+        if self._first_step == step:
             self.put_buffers_back(step)
         else:
-            self._first_values = (step, [b.detach().clone() for b in self.buffers()])
+            self._first_step = step
+            self.first_buffers = [b.detach().clone() for b in self.buffers()]
 
     def note_versions(self) -> None:
         """Note that the parameters have their values at the beginning of the step."""
@@ -208,13 +202,9 @@ class Kept:
     @torch.no_grad()
     def put_buffers_back(self, step: int) -> None:
         """Restore the buffers that forward has changed, if that step has begun here."""
-        if self._first_values[0] == step:
-            for buffer, value in zip(self.buffers(), self._first_values[1], strict=True):
+        if self._first_step == step:
+            for buffer, value in zip(self.buffers(), self.first_buffers, strict=True):
                 buffer.copy_(value)
-
-    def forget(self) -> None:
-        """Forget the values of buffers, after another state was received."""
-        self._first_values = (-1, [])
 
 
 def _parts(value: object) -> Iterator[object]:

@@ -257,11 +257,11 @@ class Membership:
         """Return True if the run is done, and this launcher has started no member of it before."""
         launch = next(filter(None, map(os.environ.get, LAUNCH_VARIABLES)), None)
         key = f"launch/{launch}"
-        if not self.any_finished():
+        if not self.has("finished"):
             if launch:
                 self._ask(self.store.set, key, "")
             return False
-        return launch is None or not self._has(key)
+        return launch is None or not self.has(key)
 
     def process(self, number: int) -> Process | None:
         """Return the process of a member; None if it died before it wrote it."""
@@ -276,9 +276,10 @@ class Membership:
 
     def get(self, key: str) -> bytes | None:
         """Return the value of a key, or None."""
-        return bytes(self._ask(self.store.get, key)) if self._has(key) else None
+        return bytes(self._ask(self.store.get, key)) if self.has(key) else None
 
-    def _has(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
+        """Return True if a key has a value."""
         return bool(self._ask(self.store.check, [key]))
 
     # -- rendezvous ------------------------------------------------------------------------
@@ -370,10 +371,6 @@ class Membership:
     def leave(self) -> None:
         """Report that this member leaves the run."""
         self._ask(self.store.set, f"left/{self.number}", "left")
-
-    def any_finished(self) -> bool:
-        """Return True if any member has committed all steps."""
-        return self._has("finished")
 
     def why_over(self) -> tuple[str, int]:
         """Return the message and the exit code for a process that comes after the run."""

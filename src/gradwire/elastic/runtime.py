@@ -686,7 +686,7 @@ class Runtime:
             gone |= {m for m in previous.members if m not in here}  # alive, but does not arrive
         enough = len(here) >= self._expect or waited > self._timeout
         # read after the members that left: a member reports that it is done before it leaves
-        finished, others = self.membership.any_finished(), gone - {self.member.number}
+        finished, others = self.membership.has("finished"), gone - {self.member.number}
         return p.Seen(previous, arrived, others, absent.dead, enough, finished)
 
     def _form(self, decision: p.Decision) -> None:

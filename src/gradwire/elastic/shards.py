@@ -196,8 +196,10 @@ class Speeds:
             seconds: Time of each member for a shard.
             counts: Number of shards of each member.
         """
-        pairs = zip(self._seconds, seconds, strict=True)
-        self._seconds = [_smooth(before, now) for before, now in pairs]
+        for member, now in enumerate(seconds):
+            if not math.isnan(now):
+                before = self._seconds[member]
+                self._seconds[member] = now if math.isnan(before) else (before + now) / 2
         times = [c * s for c, s in zip(counts, seconds, strict=True) if s > 0]
         self._slowest += max(times, default=0.0)
 
@@ -208,12 +210,6 @@ class Speeds:
         self._slowest = 0.0
         found = balance(counts, self._seconds)
         return None if found == list(counts) else found
-
-
-def _smooth(before: float, now: float) -> float:
-    if math.isnan(now):
-        return before
-    return now if math.isnan(before) else (before + now) / 2
 
 
 def balance(counts: Sequence[int], seconds: Sequence[float]) -> list[int]:

@@ -281,23 +281,19 @@ def save(
     try:
         if not final.exists():  # otherwise a member that was lost wrote the same bits
             _write(kept, step, final, lineage)
-    except CheckpointException as error:  # derives from BaseException
-        raised = next((e for e, _ in error.failures.values()), error)
+    except (OSError, CheckpointException) as error:  # the latter derives from BaseException
+        raised: BaseException = error
+        if isinstance(error, CheckpointException):
+            raised = next((e for e, _ in error.failures.values()), error)
         if not isinstance(raised, Exception):
             raise
-        raise _not_written(final, raised) from raised
-    except OSError as error:
-        raise _not_written(final, error) from error
+        raise CheckpointError(
+            f"the checkpoint {final} could not be written, and its partial files are removed: "
+            f"{raised!r}. Remove the cause, such as a full disk, or save to another folder"
+        ) from raised
     if keep is not None:
         _remove_old(folder, final, lineage, keep)
     return final
-
-
-def _not_written(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} could not be written, and its partial files are removed: "
-        f"{error!r}. Remove the cause, such as a full disk, or save to another folder"
-    )
 
 
 def _write(kept: Mapping[str, Any], step: int, final: Path, lineage: str) -> None:

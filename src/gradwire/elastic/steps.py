@@ -515,5 +515,4 @@ class MemberSteps:
         runtime.any(False)
         if not holds:
             kept.put_beside(snapshot.take_over(kept.objects, data))
-            kept.forget()
             self._held.clear()  # computed from another state
