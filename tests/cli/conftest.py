@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 60.0
+LIMIT = 100.0
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

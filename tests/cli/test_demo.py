@@ -25,12 +25,12 @@ RIGHT = Result(b"a1", 2e-7, {"without communication": 0.002, "gradwire": 0.003})
 @pytest.mark.wide
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_two_processes_match_one_process(command, backend):
-    demo = command("-m", "gradwire", "demo", "--epochs", "2", "--backend", backend)
+    demo = command("-m", "gradwire", "demo", "--epochs", "1", "--backend", backend)
     code, out, err = demo.end()
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    (loss, accuracy, difference) = next(line[1:] for line in lines if line[:1] == ["2/2"])
-    assert float(loss) < 1
+    (loss, accuracy, difference) = next(line[1:] for line in lines if line[:1] == ["1/1"])
+    assert float(loss) < 2
     assert float(accuracy.rstrip("%")) > 80
     assert 0 < float(difference) < 1e-5  # two ranks and one process round differently
     assert "parameters in all processes      equal, bit for bit" in out
