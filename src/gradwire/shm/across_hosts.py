@@ -188,10 +188,9 @@ class Cut:
 
 
 def pipelined(pieces: int, phases: Sequence[Callable[[int], None]]) -> None:
-    """Call each phase with each piece, in a pipeline: later phases work on earlier pieces.
-
-    All ranks of a team call the phases in the same order, as those within the team are collectives.
-    """
+    """Call each phase with each piece, in a pipeline: later phases work on earlier pieces."""
+    # All ranks of a team call the phases in the same order, as those within the team are
+    # collectives.
     for step in range(pieces + LAG * (len(phases) - 1)):
         for i, phase in enumerate(phases):
             piece = step - LAG * i
@@ -265,20 +264,7 @@ class AcrossHosts:
     def announce(
         self, call: Call, data: Tensor | None = None, nbytes: int = SHORT_BYTES + 1
     ) -> list[Tensor] | None:
-        """Begin a collective: compare all ranks' calls, and exchange short data.
-
-        Args:
-            call: Call of this rank.
-            data: Data of this rank, if it has some.
-            nbytes: Bytes of the data of each rank that has some; determined by the call.
-
-        Returns:
-            Data of all ranks, as bytes; None if it is not short.
-
-        Raises:
-            MismatchError: The calls of the ranks do not match; raised on all ranks.
-            PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
-        """
+        """Begin a collective: compare all ranks' calls, and exchange short data."""
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         described = call._replace(sends=(), receives=())
         header = bytearray(packed(described, Location(INLINE), self._mark))
@@ -558,10 +544,8 @@ class _AllReduce(_InPieces):
                 self._second.send(number, own, rank)
 
     def _reduce_parts(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Set `out` to the reduction of the teams' results, in their order.
-
-        Half precision is accumulated in float32: a result is rounded twice, in its team and here.
-        """
+        """Set `out` to the reduction of the teams' results, in their order."""
+        # Half precision is accumulated in float32: a result is rounded twice, in its team and here.
         if self._op != _AVG:
             reduce_into(out, parts, self._op)
         elif out.dtype in HALF:

@@ -45,10 +45,8 @@ class PostedReceive:
         return self.tag == tag and self.source in (source, None)
 
     def complete(self, envelope: Envelope) -> None:
-        """Copy the message and finish the receive.
-
-        Nothing else finishes the receive of a matched message, so every path here must.
-        """
+        """Copy the message and finish the receive."""
+        # Nothing else finishes the receive of a matched message, so every path here must.
         try:
             self._fill(envelope)
         except (MismatchError, RuntimeError) as error:
@@ -120,10 +118,8 @@ class Mailbox:
         self._unexpected.append(envelope)
 
     def fail(self, source: int, error: DistributedError) -> None:
-        """Fail the receives from a lost peer, after all of its messages were taken.
-
-        If all peers are lost, fail the receives from any rank as well.
-        """
+        """Fail the receives from a lost peer, after all of its messages were taken."""
+        # If all peers are lost, fail the receives from any rank as well.
         self._silent.add(source)
         all_silent = len(self._silent) == self._peers
         failed = [
@@ -171,11 +167,7 @@ class Assembly:
         self.address = 0
 
     def allocate(self) -> None:
-        """Set `data`.
-
-        Raises:
-            DistributedError: There is no memory for the message.
-        """
+        """Set `data`."""
         if self.use_receive():
             return
         elements = self.head.elements
@@ -229,11 +221,7 @@ class Arrivals:
         self._abandoned: deque[ShmWork] = deque()
 
     def add_rest(self, message: Message) -> None:
-        """Keep data from the connection until all earlier data has arrived; in any thread.
-
-        Raises:
-            DistributedError: The data is invalid.
-        """
+        """Keep data from the connection until all earlier data has arrived; in any thread."""
         head = Head(*REST.unpack_from(message.data))
         _check(head, self._source)
         if head.message < self._expected:
@@ -283,11 +271,9 @@ class Arrivals:
             self._fail(lost)
 
     def take_now(self, tensor: Tensor, tag: int) -> bool:
-        """Copy the next message into an ordinary tensor, if it matches and has arrived completely.
-
-        Return False otherwise. The mailbox must be empty, so that neither posted receives nor kept
-        messages can match. This takes a third of the time of a posted receive.
-        """
+        """Copy the next message into an ordinary tensor, if it matches and has arrived."""
+        # Return False otherwise. The mailbox must be empty, so that neither posted receives nor
+        # kept messages can match. This takes a third of the time of a posted receive.
         ring = self.ring
         if ring is None or self._assembly is not None or self.has_notices():
             return False
@@ -305,10 +291,8 @@ class Arrivals:
         return True
 
     def get_ready(self, work: ShmWork, tag: int) -> None:
-        """Determine the target of a message before it arrives, if it is for the receive waited for.
-
-        The first matching receive stays the first: others are posted after it.
-        """
+        """Determine the target of a message before it arrives, if its receive is waited for."""
+        # The first matching receive stays the first: others are posted after it.
         if self._assembly is not None or self.ready is not None:
             return
         with self._links.lock:

@@ -205,11 +205,7 @@ class Transfer:
         self._transport, self._work, self._args, self._peer = transport, work, args, peer
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the tensors are filled, or were sent.
-
-        Raises:
-            PeerLostError, PeerFailedError, CollectiveTimeoutError: The transfer failed.
-        """
+        """Wait until the tensors are filled, or were sent."""
         left = deadline.left()
         try:
             if left is None:
@@ -233,11 +229,7 @@ def _with_deadline(opts: Any, deadline: Deadline) -> Any:
 
 
 def in_time(call: Callable[[], T], seconds: float) -> T:
-    """Call a function that has no deadline of its own, in a thread.
-
-    Raises:
-        TimeoutError: It takes longer; the thread goes on.
-    """
+    """Call a function that has no deadline of its own, in a thread."""
     results: list[T] = []
     errors: list[BaseException] = []
 

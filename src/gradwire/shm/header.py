@@ -129,19 +129,8 @@ def location_of(buffer: memoryview) -> Location:
 
 
 def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:
-    """Raise unless all ranks call the same collective with matching arguments.
-
-    Marks are compared only if all calls have one.
-
-    Args:
-        headers: Headers of all ranks.
-        rank: Rank of this process.
-        tables: True if its call has tables of block sizes.
-
-    Raises:
-        CheckedMismatchError: The calls differ, and all have marks whose lowest bit is set.
-        MismatchError: The calls differ. Every rank raises the same error.
-    """
+    """Raise unless all ranks call the same collective with matching arguments."""
+    # Marks are compared only if all calls have one.
     own = headers[rank][:COMPARED_BYTES]
     if any(header[:COMPARED_BYTES] != own for header in headers):
         marks = [struct.unpack_from("<q", header, _MARK)[0] for header in headers]

@@ -75,12 +75,10 @@ class Incoming:
         self.poll()
 
     def take_now(self, tensor: Tensor, tag: int) -> bool:
-        """Call `Arrivals.take_now` for a receive that is not posted; False if another thread polls.
-
-        The caller may wait for a receive at once, as `dist.recv` does, or much later. If it waited
-        at once for the last one, the wait for this one begins here: a message that arrives before
-        the receive is posted takes half of the steps. A wrong guess costs 30 µs.
-        """
+        """Take the next message for a receive that is not posted, unless another thread polls."""
+        # The caller may wait for a receive at once, as `dist.recv` does, or much later. If it
+        # waited at once for the last one, the wait for this one begins here: a message that arrives
+        # before the receive is posted takes half of the steps. A wrong guess costs 30 µs.
         ring, soon = self._arrivals.ring, self._waits_at_once
         if ring is None:
             return False
@@ -122,11 +120,9 @@ class Incoming:
                 self._arrivals.take_all()
 
     def _recover(self) -> None:
-        """Do what was skipped by an exception, which a signal handler may raise at any point.
-
-        Other threads may have asked this one to poll, and the sender wakes nobody as long as this
-        thread seems to wait at the ring.
-        """
+        """Do what was skipped by an exception, which a signal handler may raise at any point."""
+        # Other threads may have asked this one to poll, and the sender wakes nobody as long as this
+        # thread seems to wait at the ring.
         ring, lock = self._arrivals.ring, threading.Lock()
         if ring is not None:
             ring.interrupted()
@@ -146,11 +142,7 @@ class Incoming:
             return True
 
     def wait(self, work: ShmWork, tag: int, deadline: Deadline) -> None:
-        """Wait at the ring until a receive of this tag is done or the deadline has passed.
-
-        Raises:
-            NotSupportedError: A signal handler called this while its thread waits at the ring.
-        """
+        """Wait at the ring until a receive of this tag is done or the deadline has passed."""
         done = work.is_done
         while not (done() or deadline.over()):
             polling = self._polling

@@ -109,12 +109,7 @@ class Links:
         self._thread.start()
 
     def send(self, peer: int, message: Message, deadline: Deadline) -> None:
-        """Send one message; waits only while the connection is full of unread messages.
-
-        Raises:
-            PeerLostError: The peer is gone.
-            CollectiveTimeoutError: The peer did not read before the deadline.
-        """
+        """Send one message; waits only while the connection is full of unread messages."""
         connection = self._peers[peer]
         parts, extra = [message.head(), message.data], []
         if message.fd >= 0:
@@ -132,12 +127,7 @@ class Links:
                 raise (gone if lost is None else copy.copy(lost)) from error
 
     def _wait_until_writable(self, peer: int, errno_: int, deadline: Deadline) -> None:
-        """Wait a moment for a peer to read earlier messages.
-
-        Raises:
-            CollectiveTimeoutError: The deadline has passed.
-            BrokenGroupError: This rank aborted meanwhile.
-        """
+        """Wait a moment for a peer to read earlier messages."""
         self.check([])
         if deadline.over():
             raise CollectiveTimeoutError(
@@ -163,10 +153,8 @@ class Links:
             _report_failure(connection, reason)
 
     def disconnect(self, peer: int, reason: BaseException) -> None:
-        """Disconnect from a peer to which a message could not be sent: each loses the other.
-
-        Messages sent before still arrive.
-        """
+        """Disconnect from a peer to which a message could not be sent: each loses the other."""
+        # Messages sent before still arrive.
         with self.lock:
             if peer not in self.lost:
                 _report_failure(self._peers[peer], reason)

@@ -119,26 +119,11 @@ class GroupState:
         self.is_awaited: Callable[[], bool] = lambda: False
 
     def begin(self, mark: int, seconds: float) -> None:
-        """Begin an operation, before its first `announce`.
-
-        Args:
-            mark: Mark in the header of its first collective; see `Group.marked`.
-            seconds: Time limit for all waits of the operation together.
-        """
+        """Begin an operation, before its first `announce`."""
         self._mark, self._deadline = mark, Deadline(seconds)
 
     def announce(self, call: Call, location: Location, inline: Sequence[Tensor] = ()) -> None:
-        """Begin a collective: write this rank's header, wait for all others, and compare.
-
-        Args:
-            call: Call of this rank.
-            location: Location of this rank's data.
-            inline: Tensors of the call's dtype to write one after the other beside the header.
-
-        Raises:
-            MismatchError: The calls of the ranks do not match; raised on all ranks.
-            PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
-        """
+        """Begin a collective: write this rank's header, wait for all others, and compare."""
         self._next(call.kind)
         if len(inline) == 1:
             self.all_inline(call.dtype, inline[0].numel())[self.rank].copy_(inline[0])
@@ -162,15 +147,7 @@ class GroupState:
             self._check_consistent(tables=tables)
 
     def short_exchange(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
-        """Return a function that runs `announce` with short data, for a call that is repeated.
-
-        Args:
-            call: Call without tables.
-            shape: Shape of the data, which takes up to `inline_bytes`.
-
-        Returns:
-            Function that takes this rank's data and returns all ranks' data.
-        """
+        """Return a function that runs `announce` with short data, for a call that is repeated."""
         header, rank = packed(call, Location(INLINE)), self.rank
         nbytes = call.numel * call.dtype.itemsize
         with torch.inference_mode(False):  # kept for calls outside of it
@@ -241,12 +218,8 @@ class GroupState:
         return table
 
     def sync(self, partners: Sequence[int] | None = None) -> None:
-        """Run a barrier: all ranks can then read what any rank wrote before it.
-
-        Args:
-            partners: Ranks that this one waits for, each of which waits for this one; all others if
-                None. With few partners, the other ranks need no core for the barrier.
-        """
+        """Run a barrier: all ranks can then read what any rank wrote before it."""
+        # partners wait for each other alone: the other ranks need no core for the barrier
         peers = self._others if partners is None else partners
         self._semaphores.post(peers)
         self._semaphores.wait(peers)
@@ -391,21 +364,15 @@ class GroupState:
         return Location(PRIVATE, number)
 
     def upfront_limit(self, *, alone: bool) -> int:
-        """Return the maximum number of bytes that an exchange copies before the ranks meet.
-
-        Args:
-            alone: True if only one rank needs memory for it, now and in later calls.
-        """
+        """Return the maximum number of bytes that an exchange copies before the ranks meet."""
         if not self._crowded:
             return UPFRONT_BYTES[0]
         return UPFRONT_BYTES[-1] if alone else UPFRONT_BYTES[1]
 
     def upfront(self, dtype: torch.dtype, nbytes: int) -> tuple[Location, Tensor]:
-        """Return location and memory for data that is copied before `announce`.
-
-        There are two halves, for even and odd collectives: peers may still read the data of the
-        last collective, but have finished with that of the one before it.
-        """
+        """Return location and memory for data that is copied before `announce`."""
+        # There are two halves, for even and odd collectives: peers may still read the data of the
+        # last collective, but have finished with that of the one before it.
         number, half = next(
             (number, half)
             for number, half in zip(UPFRONT, UPFRONT_BYTES, strict=True)

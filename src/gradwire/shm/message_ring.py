@@ -107,12 +107,7 @@ class MessageRing:
         return self._free.try_wait() or (seconds > 0 and self._free.wait(seconds))
 
     def put(self, head: Head, source: int) -> bool:
-        """Fill the acquired slot from memory at address `source`.
-
-        Returns:
-            True if the receiver must be woken: it wants messages, and none of its threads waits at
-            the ring.
-        """
+        """Fill the acquired slot from memory at address `source`."""
         slot = self._count % SLOTS
         ctypes.memmove(self._slots[slot], source, head.nbytes)
         # the stamp last: a receiver with a surplus post may be reading it
@@ -174,10 +169,8 @@ class MessageRing:
         return self._count
 
     def want(self, wanted: bool) -> None:
-        """Set whether the sender wakes this rank for messages from here on.
-
-        A `head` after this call finds messages that arrived before it.
-        """
+        """Set whether the sender wakes this rank for messages from here on."""
+        # A `head` after this call finds messages that arrived before it.
         if not wanted:
             while self._wanted.try_wait():
                 pass
@@ -237,14 +230,7 @@ class Outgoing:
         self._number = 0
 
     def send(self, tag: int, tensor: Tensor, deadline: Deadline) -> None:
-        """Send a contiguous tensor; it can be changed once this returns.
-
-        Raises:
-            PeerLostError: The peer is gone.
-            CollectiveTimeoutError: The peer has not read earlier messages.
-            DistributedError: There is no memory for a message that the peer does not read. As the
-                receiver waits for the message, the ranks then lose each other.
-        """
+        """Send a contiguous tensor; it can be changed once this returns."""
         kind = tag, NUMBERS[tensor.dtype], tensor.numel()
         with self._lock:
             self._links.check((self._peer,))

@@ -187,17 +187,7 @@ class Movement(GroupState):
         *,
         shared: bool,
     ) -> None:
-        """Fetch this rank's blocks among those that pass through slots.
-
-        Args:
-            call: Call of the collective.
-            sends: Number of elements from each rank for each; rows of ranks that are not staged are
-                not read.
-            staged: Ranks whose blocks pass through slots.
-            outgoing: Blocks to send; see `exchange`.
-            incoming: Tensors to fill; see `exchange`.
-            shared: True for one block for all ranks; see `exchange`.
-        """
+        """Fetch this rank's blocks among those that pass through slots."""
         columns = 1 if shared else max(1, self.size - 1)  # without the rank's block for itself
         longest = max(max(sends[rank]) for rank in staged)
         ring, total = self.ring, longest * columns * call.dtype.itemsize
@@ -276,11 +266,9 @@ class Movement(GroupState):
             copy(target, self.at(rank, at, dtype, start, count))
 
     def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
-        """Copy each rank's values to the root's tensors `into`; others pass none.
-
-        If all blocks have one size, no rank sends a table of sizes. A root whose blocks differ
-        marks that in its header, and sends one.
-        """
+        """Copy each rank's values to the root's tensors `into`; others pass none."""
+        # If all blocks have one size, no rank sends a table of sizes. A root whose blocks differ
+        # marks that in its header, and sends one.
         if self.rank == root:
             self._gather_here(source, into)
             return
@@ -336,10 +324,8 @@ class Movement(GroupState):
         return rows
 
     def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the root's block for each rank to that rank; tables of sizes are as in `gather`.
-
-        On the root, `out` may overlap the blocks, which are then copied.
-        """
+        """Copy the root's block for each rank to that rank; tables of sizes are as in `gather`."""
+        # On the root, `out` may overlap the blocks, which are then copied.
         if self.rank == root:
             self._scatter_from_here(blocks, out)
             return
@@ -384,12 +370,10 @@ class Movement(GroupState):
             self.wait([r for r in range(self.size) if r != rank and sizes[r]])
 
     def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
-        """Copy a list of the root's tensors to all ranks, as a stream of pieces.
-
-        A piece fills a slot, whether it is part of a large tensor or a hundred small ones. For
-        ResNet-50's 320 tensors this takes a quarter of the time of one broadcast per large tensor
-        and one for the rest, packed.
-        """
+        """Copy a list of the root's tensors to all ranks, as a stream of pieces."""
+        # A piece fills a slot, whether it is part of a large tensor or a hundred small ones. For
+        # ResNet-50's 320 tensors this takes a quarter of the time of one broadcast per large tensor
+        # and one for the rest, packed.
         # as bytes, a piece may hold tensors of several dtypes
         parts = [flat.view(torch.uint8) for flat in flats]
         ends = list(accumulate(map(len, parts)))

@@ -107,11 +107,7 @@ class Operations(Group):
         return self._reduce("all_reduce", tensors, opts)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Set every rank's sparse COO tensor to the sum over all ranks, coalesced.
-
-        Raises:
-            ArgumentError: The reduce op is not SUM, or the tensor is not in COO layout.
-        """
+        """Set every rank's sparse COO tensor to the sum over all ranks, coalesced."""
         opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
         check_sparse(tensor)
@@ -232,10 +228,8 @@ class Operations(Group):
         inputs: list[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """Fill every rank's list with all ranks' tensors, whose sizes may differ.
-
-        Several lists, with as many inputs, are gathered in one operation.
-        """
+        """Fill every rank's list with all ranks' tensors, whose sizes may differ."""
+        # Several lists, with as many inputs, are gathered in one operation.
         opts = opts or AllgatherOptions()
         for outputs, source in paired(output_lists, inputs):
             check_transfer([source], one_each(outputs, self.state.size, "tensor_list"))
@@ -362,15 +356,7 @@ class Operations(Group):
     def monitored_barrier(
         self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every rank has called it.
-
-        Args:
-            opts: Options, of which the timeout is used.
-            wait_all_ranks: Ignored: the error always names all missing ranks.
-
-        Raises:
-            CollectiveTimeoutError: Ranks, named by the error, did not call it in time.
-        """
+        """Return when every rank has called it."""
         opts = opts or BarrierOptions()
 
         def job() -> None:
@@ -426,17 +412,9 @@ class Operations(Group):
 
 
 def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None:
-    """Set a sparse COO tensor to the sum over all ranks, coalesced.
-
-    The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
-    accumulated in float32 and rounded once.
-
-    Args:
-        state: State of the self.
-        size: Number of ranks.
-        tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
-        op: Number of SUM.
-    """
+    """Set a sparse COO tensor to the sum over all ranks, coalesced."""
+    # The ranks exchange their entries, and each adds all of them up in rank order. Half precision
+    # is accumulated in float32 and rounded once.
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
     described = checksum([NUMBERS[own.dtype], dims, *own.shape])

@@ -95,11 +95,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
         return
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Raise: the group has no separate backend.
-
-        Raises:
-            DistributedError: Always; a subclass of RuntimeError, which torch expects.
-        """
+        """Raise: the group has no separate backend."""
         raise DistributedError(
             "with this version of PyTorch a shm group has no separate backend: call the group's "
             "own methods, such as set_timeout"
@@ -119,11 +115,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
         super().monitored_barrier(opts, wait_all_ranks)
 
     def splitGroup(self, *args: object) -> ProcessGroup:
-        """Raise: not supported.
-
-        Raises:
-            NotSupportedError: Always.
-        """
+        """Raise: not supported."""
         raise NotSupportedError("shm groups cannot be split: use torch.distributed.new_group")
 
     split_group = splitGroup
@@ -165,16 +157,7 @@ class ShmBackend(Operations, BackendBase):
         return BackendBase.Options("shm", self.timeout)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> Any:
-        """Make a group of some of the ranks, in the given order.
-
-        Args:
-            store: Store used by the new group alone.
-            ranks: Ranks of the new group, as ranks of this group.
-            options: Options of the new group, of which the timeout is used.
-
-        Raises:
-            NotSupportedError: This rank is not in `ranks`; torch would crash on a result of None.
-        """
+        """Make a group of some of the ranks, in the given order."""
         if self.state.rank not in ranks:
             raise NotSupportedError(
                 f"rank {self.state.rank} is in none of split_ranks: give it a group, of its own "

@@ -49,11 +49,7 @@ HALF = {torch.float16, torch.bfloat16}
 
 @cache
 def check_reduction(op: int, dtype: torch.dtype) -> None:
-    """Raise unless tensors of `dtype` can be reduced by `op`.
-
-    Raises:
-        ArgumentError: The op does not support the dtype.
-    """
+    """Raise unless tensors of `dtype` can be reduced by `op`."""
     name = ReduceOp.RedOpType(op).name
     fractional = dtype.is_floating_point or dtype.is_complex
     if op not in OPS:
@@ -76,15 +72,8 @@ def check_reduction(op: int, dtype: torch.dtype) -> None:
 
 
 def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
-    """Set `out` to the reduction of the pieces: ((piece 0 ∘ piece 1) ∘ piece 2) ….
-
-    float16 and bfloat16 are accumulated in float32 and rounded once.
-
-    Args:
-        out: Tensor of the pieces' shape; may be one of them.
-        pieces: One or more tensors of one shape and dtype.
-        op: Number of the reduce op.
-    """
+    """Set `out` to the reduction of the pieces: ((piece 0 ∘ piece 1) ∘ piece 2) …."""
+    # float16 and bfloat16 are accumulated in float32 and rounded once.
     function = OPS[op]
     if out.numel() == 0:
         return
@@ -112,10 +101,8 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
 
 
 def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Set `out` to the average of two or more pieces; it overflows only where the average does.
-
-    Before they are added, the pieces are scaled by a power of two, which is exact.
-    """
+    """Set `out` to the average of two or more pieces; it overflows only where the average does."""
+    # Before they are added, the pieces are scaled by a power of two, which is exact.
     power = 1 << (len(pieces) - 1).bit_length()
     if out.dtype in HALF:
         total = pieces[0].float().mul_(1 / power)
@@ -146,11 +133,9 @@ _UNCUT_BYTES = 4 << 20
 
 
 def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-    """Cut tensors of equal size; return a list of their slices for each piece.
-
-    One call of `split` cuts each tensor: a separate slice costs as much as adding a thousand
-    numbers.
-    """
+    """Cut tensors of equal size; return a list of their slices for each piece."""
+    # One call of `split` cuts each tensor: a separate slice costs as much as adding a thousand
+    # numbers.
     if tensors[0].nbytes <= _UNCUT_BYTES:
         return [tensors]
     step = _CACHED_BYTES // tensors[0].itemsize
@@ -166,12 +151,7 @@ class SharedMemory(Movement):
     """State of ranks that all share memory, with all collectives."""
 
     def reduce(self, call: Call, flat: Tensor) -> None:
-        """Reduce `flat` over all ranks, in place: on all ranks, or on the call's root only.
-
-        Args:
-            call: Call of all_reduce, or of reduce with its root.
-            flat: 1-d contiguous tensor; ranks other than the root keep their values.
-        """
+        """Reduce `flat` over all ranks, in place: on all ranks, or on the call's root only."""
         if flat.nbytes > self.inline_bytes:
             self.announce(call, self.stage(flat))
             self.reduce_placed(call, flat)
@@ -204,14 +184,7 @@ class SharedMemory(Movement):
     def reduce_scatter(
         self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
     ) -> None:
-        """Set `out` to the reduction of the blocks that all ranks have for this one.
-
-        Args:
-            call: Call with tables of block sizes, or with the size of all blocks.
-            blocks: Block of this rank for each rank, 1-d and contiguous.
-            out: Tensor like `blocks[rank]`; may be the same tensor.
-            base: Contiguous tensor that holds the blocks in order, if there is one.
-        """
+        """Set `out` to the reduction of the blocks that all ranks have for this one."""
         start, count, ranks = block_start(call, self.rank), out.numel(), range(self.size)
         if sum(block.nbytes for block in blocks) <= self.inline_bytes:
             self.announce(call, Location(INLINE), blocks)
@@ -239,12 +212,10 @@ class SharedMemory(Movement):
     def _reduce_scatter_through_slots(
         self, call: Call, blocks: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Run reduce_scatter as a pipeline.
-
-        In each step, copy in a piece of the block for every other rank, and reduce an earlier piece
-        of this rank's result. A slot has no part for the rank itself, which reads its own block in
-        place.
-        """
+        """Run reduce_scatter as a pipeline."""
+        # In each step, copy in a piece of the block for every other rank, and reduce an earlier
+        # piece of this rank's result. A slot has no part for the rank itself, which reads its own
+        # block in place.
         rank, parts = self.rank, max(1, self.size - 1)
         slots = [self.slots(r, call.dtype) for r in range(self.size)]
         ring, count = self.ring, out.numel()
@@ -292,11 +263,9 @@ class SharedMemory(Movement):
         self.sync()
 
     def _reduce_and_fetch(self, call: Call, locations: Sequence[Location], flat: Tensor) -> None:
-        """Reduce this rank's share into shared memory; after a barrier, fetch the others' shares.
-
-        The share is written to this rank's shared copy, or to the root's. A rank reads its own
-        share from its tensor: no other rank needs it.
-        """
+        """Reduce this rank's share into shared memory, and then fetch the others'."""
+        # The share is written to this rank's shared copy, or to the root's. A rank reads its own
+        # share from its tensor: no other rank needs it.
         rank, count, dtype = self.rank, flat.numel(), flat.dtype
         start, stop = share(count, rank, self.size)
         sources = [
@@ -322,11 +291,9 @@ class SharedMemory(Movement):
             self.sync_in_place(locations)
 
     def _reduce_through_slots(self, call: Call, flat: Tensor, *, gets_result: bool) -> None:
-        """Reduce as a pipeline.
-
-        In each step, copy a piece in, reduce this rank's share of an earlier piece, and copy a
-        still earlier one out. A rank reads its own share from its tensor: no other rank needs it.
-        """
+        """Reduce as a pipeline."""
+        # In each step, copy a piece in, reduce this rank's share of an earlier piece, and copy a
+        # still earlier one out. A rank reads its own share from its tensor: no other rank needs it.
         rank, size = self.rank, self.size
         slots = [self.slots(r, flat.dtype) for r in range(size)]
         ring = self.ring

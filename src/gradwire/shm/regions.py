@@ -75,17 +75,7 @@ class Regions:
         self._descriptors: dict[int, int] = {}  # by peer
 
     def allocate(self, size: int, deadline: Deadline, number: int | None = None) -> Tensor:
-        """Make a region of zeros and send its location to all peers.
-
-        Args:
-            size: Number of bytes.
-            deadline: Deadline for sending.
-            number: Number of the region; None for the next free one.
-
-        Raises:
-            DistributedError: There is not enough memory.
-            NotSupportedError: A signal handler called this amid an allocation of its thread.
-        """
+        """Make a region of zeros and send its location to all peers."""
         self.release_ended(deadline.left())
         with self._lock:
             if self._allocating:
@@ -122,10 +112,8 @@ class Regions:
         return flat[:size]
 
     def release_ended(self, seconds: float | None) -> None:
-        """Have peers unmap the regions whose tensors are gone, and free their memory.
-
-        No peer reads them: a collective on regions ends after all ranks have read.
-        """
+        """Have peers unmap the regions whose tensors are gone, and free their memory."""
+        # No peer reads them: a collective on regions ends after all ranks have read.
         while self._ended:
             try:  # another thread may take the last one meanwhile
                 number, piece = self._ended.popleft()
@@ -147,11 +135,7 @@ class Regions:
         return Location(number, at - start if number >= 0 else 0)
 
     def receive(self, peer: int, message: Message) -> None:
-        """Map or unmap a peer's region; called with the links' lock held.
-
-        Raises:
-            DistributedError: The peer's memory is too small, or cannot be mapped.
-        """
+        """Map or unmap a peer's region; called with the links' lock held."""
         if message.kind == Kind.RELEASE:
             self._mapped.pop((peer, message.number), None)
             return
@@ -175,10 +159,8 @@ class Regions:
     def view(
         self, peer: int, location: Location, dtype: torch.dtype, count: int, deadline: Deadline
     ) -> Tensor:
-        """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`.
-
-        Views are cached, as training uses the same ones in each step and making one takes 4 µs.
-        """
+        """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`."""
+        # Views are cached, as training uses the same ones in each step and making one takes 4 µs.
         mapped = self._of_peer(peer, location.region, deadline)
         key = dtype, location.offset, count
         view = mapped.views.get(key)
@@ -191,11 +173,7 @@ class Regions:
         return view
 
     def _of_peer(self, peer: int, number: int, deadline: Deadline) -> _Mapped:
-        """Return a peer's region; wait for it, as its message may not have been read yet.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: The message does not arrive.
-        """
+        """Return a peer's region; wait for it, as its message may not have been read yet."""
         found = self._mapped.get((peer, number))
         if found is not None:
             return found
@@ -273,15 +251,7 @@ _CROWD_BYTES = 512 << 20
 
 
 def ring_for(nbytes: int, *, ranks: int, crowded: bool, beside_others: bool, reduces: bool) -> int:
-    """Return the index in `RINGS` of the ring that a rank requests.
-
-    Args:
-        nbytes: Bytes of the data.
-        ranks: Number of ranks.
-        crowded: True if there are fewer cores than ranks.
-        beside_others: True if other threads may run Python meanwhile.
-        reduces: True if all ranks copy in, and reduce, at the same times.
-    """
+    """Return the index in `RINGS` of the ring that a rank requests."""
     if nbytes > _LARGE and beside_others:
         return _LONGEST
     if reduces and ranks <= _FEW:

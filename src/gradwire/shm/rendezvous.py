@@ -72,17 +72,7 @@ class Forming:
             self._publish()
 
     def all_available(self, available: bool, timeout: timedelta) -> bool:
-        """Return True if shm is available on all ranks.
-
-        Args:
-            available: True if it is on this one.
-            timeout: Timeout for the other ranks.
-
-        Raises:
-            MismatchError: Ranks form different groups under one name.
-            CollectiveTimeoutError: A rank did not answer in time.
-            PeerLostError: The rank that hosts the store is gone.
-        """
+        """Return True if shm is available on all ranks."""
         self.store.set(f"available/{self._rank}", "yes" if available else "no")
         size = len(self._members)
         try:
@@ -198,11 +188,7 @@ def connect_all(
 
 
 def _reached(store: Store, size: int) -> list[list[int]]:
-    """Return the lower ranks to which each rank connected.
-
-    Raises:
-        PeerFailedError: A rank failed.
-    """
+    """Return the lower ranks to which each rank connected."""
     answers = values_of_ranks(store, "reached", size, _JOIN)
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
@@ -245,12 +231,7 @@ class Listener:
         identity: int,
         deadline: Deadline,
     ) -> None:
-        """Fill `peers` with a connection from each of these ranks, and close those of other groups.
-
-        Raises:
-            PeerFailedError: One of the ranks failed.
-            TimeoutError: A rank did not connect in time.
-        """
+        """Fill `peers` with connections from these ranks; close those of other groups."""
         while not peers.keys() >= set(ranks):
             self._socket.settimeout(_left(deadline))
             connection, _ = self._socket.accept()
@@ -354,18 +335,8 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the teams, equal on all ranks: in each, every rank is connected to every other.
-
-    A rank joins the first team to all of whose ranks so far it is connected.
-
-    Args:
-        reached: Lower ranks to which each rank connected.
-
-    Example:
-        >>> from gradwire.shm.rendezvous import find_teams
-        >>> find_teams([[], [0], [], [2], [2, 3]])
-        ((0, 1), (2, 3, 4))
-    """
+    """Return the teams, equal on all ranks: in each, every rank is connected to every other."""
+    # A rank joins the first team to all of whose ranks so far it is connected.
     teams: list[list[int]] = []
     for rank, lower in enumerate(reached):
         team = next((team for team in teams if set(team) <= set(lower)), None)

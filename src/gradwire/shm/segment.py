@@ -63,11 +63,7 @@ class GrowingMemory:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     def allocate(self, size: int) -> int:
-        """Allocate `size` bytes of zeros and return their offset.
-
-        Raises:
-            DistributedError: There is not enough memory; none is allocated.
-        """
+        """Allocate `size` bytes of zeros and return their offset."""
         offset = self._end
         with _as_distributed_error(size):
             try:
@@ -79,10 +75,8 @@ class GrowingMemory:
         return offset
 
     def free(self, offset: int, size: int) -> None:
-        """Free an allocation that no rank reads any more.
-
-        Its offset is not reused: a file may be much longer than the host's memory.
-        """
+        """Free an allocation that no rank reads any more."""
+        # Its offset is not reused: a file may be much longer than the host's memory.
         flags = _KEEP_SIZE | _PUNCH_HOLE
         _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
 
@@ -92,11 +86,7 @@ class GrowingMemory:
 
 
 def create(size: int) -> int:
-    """Return a descriptor of `size` new bytes of zeros, which the caller closes.
-
-    Raises:
-        DistributedError: There is not enough memory; none is allocated.
-    """
+    """Return a descriptor of `size` new bytes of zeros, which the caller closes."""
     with _as_distributed_error(size):
         memory = GrowingMemory()
         memory.allocate(size)
@@ -108,11 +98,7 @@ def _whole_pages(size: int) -> int:
 
 
 def check_sealed(fd: int, size: int = 0) -> None:
-    """Raise unless memory from a peer is and stays large enough; otherwise an access would crash.
-
-    Raises:
-        DistributedError: The memory is too small, or not sealed against shrinking.
-    """
+    """Raise unless memory from a peer is and stays large enough, or an access would crash."""
     import fcntl
 
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -167,15 +153,7 @@ _PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
 def map_for_user(
     memory: GrowingMemory, offset: int, size: int, on_unmap: Callable[[int], None]
 ) -> Tensor:
-    """Map an allocation of this rank as a uint8 tensor that a forked child cannot change.
-
-    Args:
-        memory: Memory of the allocation.
-        offset: Start of the allocation.
-        size: Bytes of the allocation.
-        on_unmap: Function called with the address just before it is unmapped, at any point of any
-            thread, so it must not take a lock.
-    """
+    """Map an allocation of this rank as a uint8 tensor that a forked child cannot change."""
 
     def end() -> None:
         _PRIVATE_IN_CHILDREN.pop(address, None)
@@ -188,10 +166,8 @@ def map_for_user(
 
 
 def _make_private() -> None:
-    """Map the parent's tensors copy-on-write in a forked child.
-
-    A data loader's worker that zeroes inherited gradients must not zero those of its parent.
-    """
+    """Map the parent's tensors copy-on-write in a forked child."""
+    # A data loader's worker that zeroes inherited gradients must not zero those of its parent.
     for address, (memory, offset, size) in list(_PRIVATE_IN_CHILDREN.items()):
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         _libc().mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory.fd, offset)

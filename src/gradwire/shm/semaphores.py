@@ -63,27 +63,18 @@ def has_semaphores() -> bool:
 
 
 def spins_for(others: Collection[int]) -> int:
-    """Return how often a rank tries a semaphore before it yields or sleeps.
-
-    Args:
-        others: Processes of the other ranks. The cores of all processes count together, as
-            launchers may pin each to a core of its own.
-    """
+    """Return how often a rank tries a semaphore before it yields or sleeps."""
     # with fewer cores than ranks, a spinning rank may occupy the core of the one it waits for
     return _SPINS if len(others) < cores(others) else 1
 
 
 def spins_beside(other: int) -> int:
-    """Return `spins_for` for a wait for one rank when there are fewer cores than ranks.
-
-    A rank that can only run on other cores is not disturbed by spinning, and if it runs, answers a
-    message within the time of a sleep. Between 4, 8, and 16 ranks pinned to two cores, messages of
-    4 bytes then take 0.67, 0.65 and 0.66 of the time, messages of 1 MiB 0.7 to 1, and a message
-    through all ranks in turn 1 to 1.17. Between ranks that are not pinned it would take 1.2 to 1.3.
-
-    Args:
-        other: Process of the other rank; 0 if it has no pid in this process's namespace.
-    """
+    """Return `spins_for` for a wait for one rank when there are fewer cores than ranks."""
+    # A rank that can only run on other cores is not disturbed by spinning, and if it runs, answers
+    # a message within the time of a sleep. Between 4, 8, and 16 ranks pinned to two cores, messages
+    # of 4 bytes then take 0.67, 0.65 and 0.66 of the time, messages of 1 MiB 0.7 to 1, and a
+    # message through all ranks in turn 1 to 1.17. Between ranks that are not pinned it would take
+    # 1.2 to 1.3.
     try:
         apart = os.sched_getaffinity(0).isdisjoint(os.sched_getaffinity(other))
     except OSError:  # the process has ended
@@ -140,10 +131,8 @@ class Semaphore:
         return self._value.value  # possibly a later value, if another thread called this meanwhile
 
     def wait(self, seconds: float) -> bool:
-        """Decrement the value as soon as it is not zero; return False if that takes longer.
-
-        A signal handler may raise after the value was decremented.
-        """
+        """Decrement the value as soon as it is not zero; return False if that takes longer."""
+        # A signal handler may raise after the value was decremented.
         return self.spin() or self.sleep(seconds)
 
     def can_try(self) -> bool:
@@ -160,11 +149,9 @@ class Semaphore:
         return self._yielded()
 
     def _yielded(self) -> bool:
-        """Try for 0.3 ms, or `yields` times, yielding the core between attempts.
-
-        Do so only in the main thread, or while it waits for another one: otherwise the group's
-        thread would take the GIL from it at each attempt.
-        """
+        """Try for 0.3 ms, or `yields` times, yielding the core between attempts."""
+        # Do so only in the main thread, or while it waits for another one: otherwise the group's
+        # thread would take the GIL from it at each attempt.
         if MainThread.awaited is None and threading.current_thread() is not threading.main_thread():
             return False
         if self._yields is not None:

@@ -255,14 +255,7 @@ class Group:
         self._run(job, mark, seconds, entry)
 
     def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        """Run an operation; an error makes the group unusable.
-
-        Args:
-            job: Function that runs the operation.
-            mark: Mark in its first header.
-            seconds: Time limit for all of its waits together.
-            entry: Entry of the recorder.
-        """
+        """Run an operation; an error makes the group unusable."""
         state = self.state
         failure: BaseException | None = None
         if entry is not None:

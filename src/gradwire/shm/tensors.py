@@ -21,12 +21,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def check_transfer(sources: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Check tensors that are read and tensors that are written; all must have one dtype.
-
-    Raises:
-        ArgumentTypeError: See `check_tensors`; or dtypes differ.
-        ArgumentError, NotSupportedError: See `check_results`.
-    """
+    """Check tensors that are read and tensors that are written; all must have one dtype."""
     check_tensors(sources)
     check_results(results)
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in (*sources, *results)))
@@ -37,11 +32,7 @@ def check_transfer(sources: Sequence[Tensor], results: Sequence[Tensor]) -> None
 
 
 def check_results(tensors: Sequence[Tensor]) -> None:
-    """Check tensors that are written.
-
-    Raises:
-        ArgumentError: See `check_tensors`; or elements of a tensor overlap in memory.
-    """
+    """Check tensors that are written."""
     check_tensors(tensors)
     for tensor in tensors:
         if tensor._is_zerotensor():
@@ -54,13 +45,7 @@ def check_results(tensors: Sequence[Tensor]) -> None:
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
-    """Raise unless shm supports all tensors.
-
-    Raises:
-        ArgumentTypeError: One is not a tensor.
-        ArgumentError: A dtype or layout is not supported.
-        NotSupportedError: A tensor is not on the CPU.
-    """
+    """Raise unless shm supports all tensors."""
     if torch._C._are_functorch_transforms_active() and any(
         map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)
     ):
@@ -126,24 +111,17 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def check_sparse(tensor: Tensor) -> None:
-    """Raise unless it is a sparse COO tensor that shm supports.
-
-    Raises:
-        ArgumentError: The layout or dtype is not supported.
-        NotSupportedError: The tensor is not on the CPU.
-    """
+    """Raise unless it is a sparse COO tensor that shm supports."""
     if getattr(tensor, "layout", None) is not torch.sparse_coo or not tensor.sparse_dim():
         raise ArgumentError("allreduce_sparse takes a tensor in COO layout with a sparse dim")
     check_tensors([tensor.detach()._values()])
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return aliases of tensors, in a new list, for a thread that reads or fills them.
-
-    After the operation was submitted, torch may set requires_grad on a caller's tensor, such as an
-    output of `all_gather_into_tensor` whose input requires grad. The caller may put other tensors
-    into the list, or other memory into a tensor (`x.data = y`).
-    """
+    """Return aliases of tensors, in a new list, for a thread that reads or fills them."""
+    # After the operation was submitted, torch may set requires_grad on a caller's tensor, such as
+    # an output of `all_gather_into_tensor` whose input requires grad. The caller may put other
+    # tensors into the list, or other memory into a tensor (`x.data = y`).
     return [tensor.detach() for tensor in tensors]
 
 
@@ -189,11 +167,7 @@ def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
 
 
 def only(items: Sequence[T]) -> T:
-    """Return the only item of a list; torch's interface has lists for several devices, shm one.
-
-    Raises:
-        ArgumentError: There are several items, or none.
-    """
+    """Return the only item of a list; torch's interface has lists for several devices, shm one."""
     if len(items) != 1:
         raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
     return items[0]
@@ -212,33 +186,21 @@ def checksum_of(tensors: Sequence[Tensor]) -> int:
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
-    """Return pairs of an output and its input.
-
-    Raises:
-        ArgumentError: The numbers of outputs and inputs differ.
-    """
+    """Return pairs of an output and its input."""
     if len(outputs) != len(inputs):
         raise ArgumentError(f"got {len(outputs)} outputs for {len(inputs)} inputs: pass one each")
     return list(zip(outputs, inputs, strict=True))
 
 
 def one_each(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
-    """Return a list of tensors, one for each rank.
-
-    Raises:
-        ArgumentError: The list has another length.
-    """
+    """Return a list of tensors, one for each rank."""
     if len(tensors) != size:
         raise ArgumentError(f"{name} has {len(tensors)} tensors: give one for each of {size} ranks")
     return tensors
 
 
 def check_parts(*, whole: Tensor, part: Tensor, size: int) -> None:
-    """Raise unless one tensor has as many elements as `size` of another.
-
-    Raises:
-        ArgumentError: It has not.
-    """
+    """Raise unless one tensor has as many elements as `size` of another."""
     if whole.numel() != part.numel() * size:
         raise ArgumentError(
             f"the larger tensor has {whole.numel()} elements: it needs {size} times "
@@ -247,11 +209,7 @@ def check_parts(*, whole: Tensor, part: Tensor, size: int) -> None:
 
 
 def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:
-    """Return the elements in each rank's part of a tensor: of `rows` rows, or equal parts if empty.
-
-    Raises:
-        ArgumentError: The rows do not add up to those of the tensor.
-    """
+    """Return the elements in each rank's part: of `rows` rows each, or equal parts if empty."""
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if total % size:
@@ -287,14 +245,8 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def copy_to_all(source: Tensor, targets: Sequence[Tensor]) -> Callable[[int, int], None]:
-    """Return a function that copies bytes of the source to the same offset in each target.
-
-    Its arguments are the first byte and the number of bytes. A piece takes 0.5 µs, with `copy` 2.
-
-    Args:
-        source: 1-d contiguous tensor.
-        targets: 1-d contiguous tensors of the source's size and dtype, in other memory.
-    """
+    """Return a function that copies bytes of the source to the same offset in each target."""
+    # Its arguments are the first byte and the number of bytes. A piece takes 0.5 µs, with `copy` 2.
     origin, addresses = source.data_ptr(), [target.data_ptr() for target in targets]
     for target in targets:
         count_write(target)
@@ -315,14 +267,7 @@ def count_write(target: Tensor) -> None:
 def overwrites(
     blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
 ) -> bool:
-    """Return True if writing the results would overwrite blocks that other ranks still read.
-
-    Args:
-        blocks: Blocks that others read, 1-d and contiguous.
-        results: Tensors that are written, 1-d and contiguous, by rank.
-        rank: Rank of this process.
-        own: Block of this rank for itself, which no other reads; its result may be the same memory.
-    """
+    """Return True if writing the results would overwrite blocks that other ranks still read."""
     reads = [_span(block) for block in blocks]
     writes = [
         _span(result)

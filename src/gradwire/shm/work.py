@@ -118,12 +118,7 @@ class ShmWork(Work):
         self._wait(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the operation is done; a timeout of zero or less means the operation's own.
-
-        Raises:
-            CollectiveTimeoutError: The operation is not done in time.
-            DistributedError: The operation failed.
-        """
+        """Wait until the operation is done; a timeout of zero or less means the operation's own."""
         if not self._done:
             given = timeout.total_seconds()
             seconds = given if given > 0 else self._default_timeout
@@ -208,17 +203,11 @@ def ended(tensors: Sequence[Tensor], source: int = -1) -> ShmWork:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Return a copy of an error and of its causes, without tracebacks.
-
-    An error that has been raised has a traceback, with the frames that it passed and so everything
-    that their callers hold: models, batches, the group itself. A group that kept one would keep
-    them for its lifetime and, as PyTorch's C++ refers to the group, for ever: no garbage collector
-    sees such a cycle. So groups keep copies, which are never raised themselves.
-
-    Args:
-        error: Error of any type. One that cannot be copied, for example from a signal handler of
-            the caller, becomes a DistributedError that names it.
-    """
+    """Return a copy of an error and of its causes, without tracebacks."""
+    # An error that has been raised has a traceback, with the frames that it passed and so
+    # everything that their callers hold: models, batches, the group itself. A group that kept one
+    # would keep them for its lifetime and, as PyTorch's C++ refers to the group, for ever: no
+    # garbage collector sees such a cycle. So groups keep copies, which are never raised themselves.
     kept = copied = _copy(error)
     seen = {id(error)}  # the chain of causes may be a cycle
     while (cause := error.__cause__) is not None and id(cause) not in seen:
@@ -282,11 +271,7 @@ class Queue:
         self._thread_id = self._thread.ident
 
     def enter(self) -> bool:
-        """Let this thread run an operation; return False if another one is pending.
-
-        Raises:
-            BrokenGroupError, NotSupportedError: See `submit`.
-        """
+        """Let this thread run an operation; return False if another one is pending."""
         with self._order:
             if self._closed or self._inline_in:
                 self._check_open()
@@ -332,10 +317,8 @@ class Queue:
         return work
 
     def run_in_thread(self, until: ShmWork) -> None:
-        """Run pending jobs, if called by a future's callback in the queue's thread.
-
-        The callback may wait for them, and no other thread runs them.
-        """
+        """Run pending jobs, if called by a future's callback in the queue's thread."""
+        # The callback may wait for them, and no other thread runs them.
         if self._is_threads():
             self._run(until)
 
@@ -345,11 +328,7 @@ class Queue:
             raise BrokenGroupError(_DESTROYED)
 
     def check_not_inside(self) -> None:
-        """Raise in a signal handler that has interrupted a job of this thread.
-
-        Raises:
-            NotSupportedError: This thread is running a job.
-        """
+        """Raise in a signal handler that has interrupted a job of this thread."""
         if self._inline_in and self.runs_in_this_thread():
             raise NotSupportedError(
                 "this thread is in another operation of the group, which a signal interrupted: let "
