@@ -374,19 +374,22 @@ class Movement(GroupState):
         # A piece fills a slot, whether it is part of a large tensor or a hundred small ones. For
         # ResNet-50's 320 tensors this takes a quarter of the time of one broadcast per large tensor
         # and one for the rest, packed.
-        # as bytes, a piece may hold tensors of several dtypes
-        parts = [flat.view(torch.uint8) for flat in flats]
+        parts, dtype = list(flats), flats[0].dtype if flats else torch.uint8
+        if any(flat.dtype != dtype for flat in flats):
+            # as bytes, a piece may hold tensors of several dtypes
+            parts, dtype = [flat.view(torch.uint8) for flat in flats], torch.uint8
         ends = list(accumulate(map(len, parts)))
         total = ends[-1] if ends else 0
-        location = self.staged_location(total, sends=self.rank == root)
+        location = self.staged_location(total * dtype.itemsize, sends=self.rank == root)
         checksum = checksum_of(flats)
         self.announce(
             Call("broadcast_coalesced", numel=total, root=root, checksum=checksum), location
         )
         if self.size == 1:
             return
-        ring, slots = self.ring, self.slots(root, torch.uint8)
-        step = min(ring.slot_bytes, max(_LIST_PIECE_BYTES, total // _LIST_PIECES))
+        ring, slots = self.ring, self.slots(root, dtype)
+        least = _LIST_PIECE_BYTES // dtype.itemsize
+        step = min(ring.slot_bytes // dtype.itemsize, max(least, total // _LIST_PIECES))
         partners = None if self.rank == root else [root]
         for fill, fetch in self.pipeline(math.ceil(total / step), stages=2, partners=partners):
             now = fill if self.rank == root else fetch
