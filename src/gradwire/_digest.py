@@ -32,7 +32,9 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
     small: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for tensor in tensors:
-            flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+            dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            # A contiguous tensor may have any stride in a dim of size 1.
+            flat = dense.as_strided((dense.numel(),), (1,))
             if flat.data_ptr() % 8:  # cannot be viewed as int64
                 flat = flat.clone()
             in_bytes = flat.view(torch.uint8)
