@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import gradwire
@@ -47,3 +48,16 @@ def test_packages_import_each_other_through_their_faces() -> None:
             if module not in ("", "__main__") and foreign and imported not in FACES:
                 past.append(f"{name}:{node.lineno}: from {node.module}")
     assert past == []
+
+
+def test_pages_name_files_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    folders = ("src", "tests", "benchmarks", "examples", ".ci")
+    files = [f"/{p.relative_to(root)}" for folder in folders for p in (root / folder).rglob("*.py")]
+    gone = {
+        f"{page.relative_to(root)}: {name}"
+        for page in [*(root / "docs").rglob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+        for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{name}") for file in files)
+    }
+    assert gone == set()
