@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +34,11 @@ from gradwire.errors import (
     PeerFailedError,
 )
 
-Fn: TypeAlias = Callable[..., Any]
-
 EPS = 1e-6
 """Half the distance of the two points of a finite difference."""
 ATOL, RTOL = 1e-5, 1e-3
 ROUNDINGS = 8
 """Tolerance of `adjoint_check`, in units of the coarsest dtype's rounding error."""
-SEED = 0
-REAL, IMAGINARY = "real part", "imaginary part"
 MAX_LINES = 8
 
 
@@ -121,16 +115,16 @@ def gradcheck(
     """
     ranks = _Ranks(group)
     with ranks.guarded():
-        arguments = _as_inputs(inputs)
+        arguments = _as_list(inputs)
         for i in _variables(arguments):
             if arguments[i].dtype not in (torch.float64, torch.complex128):
                 raise ArgumentError(
                     f"inputs[{i}] is {arguments[i].dtype}, in which finite differences are too "
                     "coarse: use torch.float64 or torch.complex128; adjoint_check takes every dtype"
                 )
-    ys = _compare_with_differences("first derivatives", fn, arguments, ranks)
+    ys = _compare_backward("first derivatives", fn, arguments, ranks)
     if forward:
-        _check_forward(fn, arguments, ranks)
+        _compare_forward(fn, arguments, ranks)
 
     def gradient(*moved: Any) -> list[Tensor]:
         # of all leaves, so that a rank takes part whose own input the function does not use
@@ -138,9 +132,7 @@ def gradcheck(
         xs = [given[i] for i in _variables(given)]
         return _vjp(_outputs_of(fn, given), xs, cotangents, create_graph=True)
 
-    with ranks.guarded():
-        ys = [y.requires_grad_() for y in ys]
-    _compare_with_differences("second derivatives", gradient, [*arguments, *ys], ranks)
+    _compare_backward("second derivatives", gradient, [*arguments, *ys], ranks)
     return True
 
 
@@ -152,8 +144,8 @@ def adjoint_check(
     """Check that a linear op's backward is its adjoint: ⟨op(x), y⟩ = ⟨x, backward(y)⟩.
 
     Called on every rank of the group; the inner products are real parts, summed over ranks. They
-    are compared for the given inputs and for each unit vector: `op` is called once for each entry
-    of each rank, so keep inputs small. Since `op` is linear, this needs no small steps, and so
+    are compared for each unit vector x: `op` is called once for each entry of each rank, so keep
+    inputs small. Since `op` is linear, this needs no small steps, and so
     holds in every floating or complex dtype: the two sides may differ by 8 roundings of the
     coarsest dtype among inputs and outputs, times the sum of their terms' magnitudes. To test other
     layouts, transpose or expand inside `op`. If `op` raises on one rank, the check ends as
@@ -170,8 +162,8 @@ def adjoint_check(
         True.
 
     Raises:
-        GradientError: On every rank: the sides differ. The message names the rank, the input's
-            entry and both values; or says that `op` is not linear.
+        GradientError: On every rank: the sides differ, or `op` is not linear. The message names
+            the rank, the input's entry and both values.
         MismatchError, PeerFailedError, CollectiveTimeoutError: See `gradcheck`.
         ArgumentError, ArgumentTypeError: Inputs cannot be used, none requires grad, or `op`
             returned no tensor on any rank.
@@ -207,92 +199,34 @@ def adjoint_check(
     """
     ranks = _Ranks(group)
     with ranks.guarded():
-        arguments = _as_inputs(inputs)
-
-    def at_unit(to: _Coordinate, ys: Sequence[Tensor]) -> tuple[float, float]:
-        def unit(number: int, x: Tensor) -> Tensor:
-            x.zero_()
-            if (to.rank, to.number) == (ranks.rank, number):
-                x[to.index] = to.unit
-            return x
-
-        return _inner(_outputs_of(op, _leaves(arguments, unit)), ys)
-
-    tolerance = 0.0
-
-    def far(have: float, want: float, size: float, coarsest: float) -> bool:
-        nonlocal tolerance
-        tolerance = ROUNDINGS * coarsest
-        return not abs(have - want) <= tolerance * max(size, abs(have))
-
-    words = ("adjoint", "the adjoint")
-    _, forward, backward = _compare(words, op, arguments, ranks, at_unit, far)
-    # the sides at the given inputs, although they agree on all unit vectors
-    if not abs(forward[0] - backward[0]) <= tolerance * max(forward[1], backward[1]):
-        raise GradientError(
-            f"op is not linear: ⟨op(x), y⟩ is {forward[0]:.9g} and ⟨x, backward(y)⟩ is "
-            f"{backward[0]:.9g}, though both agree on every unit vector; gradcheck takes any op"
-        )
+        arguments = _as_list(inputs)
+    _compare_backward("adjoint", op, arguments, ranks, linear=True)
     return True
 
 
-def _compare_with_differences(
-    what: str, fn: Fn, inputs: Sequence[Any], ranks: _Ranks
-) -> list[Tensor]:
-    """Compare backward with finite differences; return the cotangents that were used."""
-
-    def slope(to: _Coordinate, ys: Sequence[Tensor]) -> tuple[float, float]:
-        def loss(step: float) -> float:
-            def change(number: int, x: Tensor) -> Tensor:
-                if (to.rank, to.number) == (ranks.rank, number):
-                    x[to.index] += step * to.unit
-                return x
-
-            return _inner(_outputs_of(fn, _leaves(inputs, change)), ys)[0]
-
-        return (loss(EPS) - loss(-EPS)) / (2 * EPS), 0.0
-
-    def far(have: float, want: float, size: float, coarsest: float) -> bool:
-        return _far(have, want)
-
-    return _compare((what, "finite differences"), fn, inputs, ranks, slope, far)[0]
-
-
-def _far(have: float, want: float) -> bool:
-    """Return True if two numbers differ by more than the tolerances; NaN always does."""
-    return not abs(have - want) <= ATOL + RTOL * abs(want)
-
-
-def _compare(
-    words: tuple[str, str],
-    fn: Fn,
+def _compare_backward(
+    what: str,
+    fn: Callable[..., Any],
     inputs: Sequence[Any],
     ranks: _Ranks,
-    share: Callable[[_Coordinate, Sequence[Tensor]], tuple[float, float]],
-    far: Callable[[float, float, float, float], bool],
-) -> tuple[list[Tensor], tuple[float, float], tuple[float, float]]:
-    """Compare what backward gives to each entry of each rank with the sum of all ranks' shares.
+    *,
+    linear: bool = False,
+) -> list[Tensor]:
+    """Compare what backward gives to each entry of each rank with the change of L.
 
-    Args:
-        words: Names of the comparison, and of what backward is compared with.
-        fn: Function under test.
-        inputs: Its arguments on this rank.
-        ranks: Ranks of the check.
-        share: This rank's share of L's derivative along a coordinate, and its terms' magnitudes.
-        far: True if two derivatives differ, given their terms' magnitudes and the coarsest dtype's
-            rounding error.
+    That is L at the unit vector if L is linear, else a finite difference.
 
     Returns:
-        Cotangents, and ⟨output, cotangent⟩ and ⟨input, gradient⟩ with their terms' magnitudes.
+        Cotangents, which require grad.
     """
-    shapes = [(i, [*inputs[i].shape], inputs[i].is_complex()) for i in _variables(inputs)]
-    everyone = [
-        _Coordinate(rank, number, *entry)
-        for rank, found in enumerate(ranks.gather(f"shapes, {words[0]}", shapes))
+    mine = [(i, [*_real(inputs[i]).shape], inputs[i].is_complex()) for i in _variables(inputs)]
+    entries = [
+        (rank, number, index, is_complex)
+        for rank, found in enumerate(ranks.gather(f"shapes, {what}", mine))
         for number, shape, is_complex in found
-        for entry in _entries(shape, is_complex)
+        for index in itertools.product(*map(range, shape))
     ]
-    if not everyone:
+    if not entries:
         raise ArgumentError(
             "inputs have no entry that requires grad on any rank: call requires_grad_() on those "
             "that are to be checked"
@@ -302,63 +236,76 @@ def _compare(
         outputs = _outputs_of(fn, here)
         ys = _random_like(outputs, ranks.rank)
         xs = [here[i] for i in _variables(here)]
-        gradients = _vjp(outputs, xs, ys, create_graph=False)[: len(xs)]
-        shares = [share(c, ys) for c in everyone]
+        gradients = _vjp(outputs, xs, ys)[: len(xs)]
+
+        def terms(rank: int, number: int, index: tuple[int, ...], step: float) -> Tensor:
+            moved = _leaves(inputs)
+            for i in _variables(moved) if linear else ():
+                moved[i].detach().zero_()
+            if rank == ranks.rank:
+                _real(moved[number].detach())[index] += step
+            return _flat(_outputs_of(fn, moved)) * _flat(ys)
+
+        shares = []
+        for entry in entries:
+            if linear:
+                found = terms(*entry[:3], 1.0)
+            else:
+                found = (terms(*entry[:3], EPS).sum() - terms(*entry[:3], -EPS).sum()) / (2 * EPS)
+            shares.append((found.sum().item(), found.abs().sum().item()))
         coarsest = max((torch.finfo(t.dtype).eps for t in [*xs, *outputs]), default=0.0)
-        sides = [_inner(outputs, ys), _inner(xs, gradients)]
-    mine = [_parts(gradients), shares, coarsest, sides, len(outputs)]
-    gathered = ranks.gather(words[0], mine)
-    if not any(rank[4] for rank in gathered):  # every derivative would pass the check
+    gathered = ranks.gather(what, [_flat(gradients).tolist(), shares, coarsest, len(outputs)])
+    if not any(rank[3] for rank in gathered):  # every derivative would pass the check
         raise ArgumentError(
             "fn returned no floating-point or complex tensor on any rank, so that there is nothing "
             "to check: return a tensor, or tensors in lists, dicts and the like"
         )
     have = [number for rank in gathered for number in rank[0]]
-    coarsest = max(rank[2] for rank in gathered)
+    rounding = ROUNDINGS * max(rank[2] for rank in gathered)
     wrong = []
-    for k, (c, a) in enumerate(zip(everyone, have, strict=True)):
-        b, size = _summed(rank[1][k] for rank in gathered)
-        if far(a, b, size, coarsest):
-            wrong.append(f"{c}: backward gives {a:.9g}, {words[1]} {b:.9g}")
-    _raise_if_wrong(words[0], wrong, len(everyone))
-    return ys, _summed(rank[3][0] for rank in gathered), _summed(rank[3][1] for rank in gathered)
+    for k, (entry, a) in enumerate(zip(entries, have, strict=True)):
+        b, size = (sum(rank[1][k][part] for rank in gathered) for part in (0, 1))
+        # not "greater", which NaN never is
+        if not abs(a - b) <= (rounding * max(size, abs(a)) if linear else ATOL + RTOL * abs(b)):
+            source = "the adjoint" if linear else "finite differences"
+            wrong.append(f"{_name('inputs', *entry)}: backward gives {a:.9g}, {source} {b:.9g}")
+    _raise_if_wrong(what, wrong, len(entries))
+    return [y.requires_grad_() for y in ys]
 
 
-def _check_forward(fn: Fn, inputs: Sequence[Any], ranks: _Ranks) -> None:
+def _compare_forward(fn: Callable[..., Any], inputs: Sequence[Any], ranks: _Ranks) -> None:
     """Compare each output's tangent, along a random direction of all ranks' inputs."""
     with ranks.guarded():
         numbers = _variables(inputs)
         drawn = _random_like([inputs[i] for i in numbers], ranks.rank)
         direction = dict(zip(numbers, drawn, strict=True))
-
-        def outputs_at(step: float) -> list[Tensor]:
-            moved = _leaves(inputs, lambda i, x: x + step * direction[i])
-            return [out.detach() for out in _outputs_of(fn, moved)]
-
+        points = []
+        for step in (EPS, -EPS):
+            moved = _leaves(inputs)
+            for i, tangent in direction.items():
+                moved[i].detach().add_(tangent, alpha=step)
+            points.append(_flat(_outputs_of(fn, moved)))
+        want = ((points[0] - points[1]) / (2 * EPS)).tolist()
         with forward_ad.dual_level():
             duals = _leaves(inputs)
             for i, tangent in direction.items():
                 duals[i] = forward_ad.make_dual(duals[i], tangent)
-            unpacked = [forward_ad.unpack_dual(out) for out in _outputs_of(fn, duals)]
-            have = [
-                torch.zeros_like(u.primal) if u.tangent is None else u.tangent.detach()
-                for u in unpacked
-            ]
-        pairs = zip(outputs_at(EPS), outputs_at(-EPS), strict=True)
-        want = [(high - low) / (2 * EPS) for high, low in pairs]
+            outputs = _outputs_of(fn, duals)
+            unpacked = [forward_ad.unpack_dual(out) for out in outputs]
+        have = [torch.zeros_like(u.primal) if u.tangent is None else u.tangent for u in unpacked]
         entries = [
-            _Coordinate(ranks.rank, number, *entry, of="outputs")
-            for number, out in enumerate(want)
-            for entry in _entries(out.shape, out.is_complex())
+            (ranks.rank, number, index, out.is_complex())
+            for number, out in enumerate(outputs)
+            for index in itertools.product(*map(range, _real(out).shape))
         ]
         wrong = [
-            f"{c}: forward mode gives {a:.9g}, finite differences {b:.9g}"
-            for c, a, b in zip(entries, _parts(have), _parts(want), strict=True)
-            if _far(a, b)
+            f"{_name('outputs', *entry)}: forward mode gives {a:.9g}, finite differences {b:.9g}"
+            for entry, a, b in zip(entries, _flat(have).tolist(), want, strict=True)
+            if not abs(a - b) <= ATOL + RTOL * abs(b)
         ]
     gathered = ranks.gather("forward mode", [wrong, len(entries)])
-    wrong = [text for rank in gathered for text in rank[0]]
-    _raise_if_wrong("forward mode", wrong, sum(rank[1] for rank in gathered))
+    everyone = [text for rank in gathered for text in rank[0]]
+    _raise_if_wrong("forward mode", everyone, sum(rank[1] for rank in gathered))
 
 
 def _raise_if_wrong(what: str, wrong: Sequence[str], count: int) -> None:
@@ -392,66 +339,38 @@ class _Ranks:
             raise
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order; values are converted to JSON and back.
+        """Return every rank's value, in rank order; values are converted to JSON and back."""
 
-        Raises:
-            PeerFailedError: Another rank's `guarded` block raised.
-            CollectiveTimeoutError: A rank did not call it within the store's timeout.
-            MismatchError: Ranks gather something else.
-        """
-        self._store.set(f"{self._gathers}/{self.rank}", json.dumps([what, value]))
-        values = values_of_ranks(
-            self._store,
-            str(self._gathers),
-            self._size,
-            "finish the check, which every rank of the group must call,",
-            check=self._raise_failure,
-            poll=timedelta(milliseconds=50),
-        )
+        def check() -> None:
+            if self._store.check(["failed"]):
+                text = self._store.get("failed").decode()
+                raise PeerFailedError(f"the check ended because it raised elsewhere, on {text}")
+
         self._gathers += 1
+        self._store.set(f"{self._gathers}/{self.rank}", json.dumps([what, value]))
+        doing = "finish the check, which every rank of the group must call,"
+        key, poll = str(self._gathers), timedelta(milliseconds=50)
+        values = values_of_ranks(self._store, key, self._size, doing, check=check, poll=poll)
         whats, gathered = zip(*map(json.loads, values), strict=True)
         if len(set(whats)) > 1:
             raise MismatchError(f"ranks check different derivatives: {', '.join(whats)}", whats)
         return list(gathered)
 
-    def _raise_failure(self) -> None:
-        if self._store.check(["failed"]):
-            text = self._store.get("failed").decode()
-            raise PeerFailedError(f"the check ended because it raised elsewhere, on {text}")
-
 
 # --- the point, and functions of it ---
 
 
-@dataclass(frozen=True)
-class _Coordinate:
-    """An entry of one rank's input or output, or the real or imaginary part of a complex one."""
-
-    rank: int
-    number: int
-    index: tuple[int, ...]
-    part: str = ""
-    of: str = "inputs"
-
-    def __str__(self) -> str:
-        entry = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        return f"rank {self.rank}, {self.of}[{self.number}]{entry}{self.part and f' ({self.part})'}"
-
-    @property
-    def unit(self) -> Tensor:
-        """Unit step in the direction of this coordinate."""
-        if self.part == IMAGINARY:
-            return torch.tensor(1j, dtype=torch.complex128)
-        return torch.tensor(1.0, dtype=torch.float64)
+def _name(of: str, rank: int, number: int, index: Sequence[int], is_complex: bool) -> str:
+    """Return the name of an entry; the last index of a complex one is its part."""
+    part = ""
+    if is_complex:
+        *index, imaginary = index
+        part = " (imaginary part)" if imaginary else " (real part)"
+    entry = f"[{', '.join(map(str, index))}]" if index else ""
+    return f"rank {rank}, {of}[{number}]{entry}{part}"
 
 
-def _entries(shape: Iterable[int], is_complex: bool) -> list[tuple[tuple[int, ...], str]]:
-    """Return a tensor's indices, twice for a complex one, each with the name of the part."""
-    names = (REAL, IMAGINARY) if is_complex else ("",)
-    return [(index, name) for index in itertools.product(*map(range, shape)) for name in names]
-
-
-def _as_inputs(inputs: Any) -> list[Any]:
+def _as_list(inputs: Any) -> list[Any]:
     if isinstance(inputs, Tensor):
         return [inputs]
     if not isinstance(inputs, Sequence):
@@ -470,62 +389,42 @@ def _variables(inputs: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(inputs) if _differentiable(x) and x.requires_grad]
 
 
-def _leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:
-    """Return copies of the inputs, changed, as leaves with the same strides if these are dense."""
-    numbers = _variables(inputs)
-    fresh = list(inputs)
-    for i, x in enumerate(inputs):
-        if isinstance(x, Tensor):
-            copy = x.detach().clone()
-            copy = change(i, copy) if change and i in numbers else copy
-            fresh[i] = copy.requires_grad_(x.requires_grad)
-    return fresh
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    """Return copies of the inputs as leaves, with the same strides if these are dense."""
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
 
 
-def _outputs_of(fn: Fn, inputs: Sequence[Any]) -> list[Tensor]:
+def _outputs_of(fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that can carry gradients in what the function returns, in order."""
     return [leaf for leaf in tensors_in(fn(*inputs)) if _differentiable(leaf)]
 
 
-def _random_like(tensors: Iterable[Tensor], rank: int) -> list[Tensor]:
+def _random_like(tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
     """Return normal values, equal on every device."""
-    generator = torch.Generator().manual_seed(SEED + rank)
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in tensors]
 
 
-def _parts(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the tensors' entries as real numbers, in the order of the coordinates."""
-    flat = [torch.view_as_real(_wide(t)) if t.is_complex() else t.detach() for t in tensors]
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the tensors' entries as one vector of float64, in the order of the entries' names."""
     # cloned: autograd's zeros may be tensors without storage
-    return [number for t in flat for number in t.to(torch.float64).clone().flatten().tolist()]
-
-
-def _inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> tuple[float, float]:
-    """Return Re⟨a, b⟩, summed in float64, and the sum of its terms' magnitudes."""
-    total = size = 0.0
-    for x, y in zip(a, b, strict=True):
-        if x.shape != y.shape:
-            raise ArgumentError(
-                f"fn returned shape {tuple(x.shape)}, but {tuple(y.shape)} at another point: "
-                "outputs' shapes must not depend on inputs' values"
-            )
-        terms = torch.view_as_real(_wide(x)) * torch.view_as_real(_wide(y))
-        total += terms.sum().item()
-        size += terms.abs().sum().item()
-    return total, size
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().to(torch.complex128)
-
-
-def _summed(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
-    values, sizes = zip(*pairs, strict=True)
-    return math.fsum(values), math.fsum(sizes)
+    parts = [_real(t.detach().clone()).to("cpu", torch.float64).flatten() for t in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def _vjp(
-    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], *, create_graph: bool
+    outputs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    *,
+    create_graph: bool = False,
 ) -> list[Tensor]:
     """Return the vector-Jacobian product: gradients of the inputs, then of all other leaves.
 

@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -32,12 +32,12 @@ from gradwire.testing.worker import (
     POOL,
     Task,
     Worker,
-    contents,
     dump_stacks,
     dumps,
     file_with,
     receive,
     send,
+    taken,
     worker_environment,
 )
 
@@ -158,28 +158,25 @@ def run_ranks(
 
 
 def _check(
-    fn: object, world_size: object, backend: object, timeout: object, may_die: Collection[int]
+    fn: object, world_size: Any, backend: Any, timeout: Any, may_die: Collection[int]
 ) -> None:
-    if not callable(fn):
-        raise ArgumentTypeError(f"fn must be callable, but is a {type(fn).__name__}")
-    if not isinstance(world_size, int):
-        raise ArgumentTypeError(f"world_size must be an int, but is a {type(world_size).__name__}")
-    if world_size < 1:
-        raise ArgumentError(f"world_size must be at least 1, but is {world_size}")
-    if not isinstance(timeout, int | float):
-        raise ArgumentTypeError(
-            f"timeout must be a number of seconds, but is a {type(timeout).__name__}"
-        )
-    if not 0 < timeout < math.inf:
-        raise ArgumentError(f"timeout must be a positive number of seconds, but is {timeout}")
-    if not isinstance(backend, str):
-        raise ArgumentTypeError(f"backend must be a str, but is a {type(backend).__name__}")
-    for part in backend.split(","):
-        if not dist.is_backend_available(part.rpartition(":")[2]):
-            raise ArgumentError(
-                f"backend={backend!r} is not available in this build of torch; known are "
-                + ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-            )
+    known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+
+    def available(backend: str) -> bool:
+        parts = [part.rpartition(":")[2] for part in backend.split(",")]
+        return all(map(dist.is_backend_available, parts))
+
+    accepted: list[tuple[str, Any, Any, Callable[[Any], bool], str]] = [
+        ("fn", fn, Callable, callable, "callable"),
+        ("world_size", world_size, int, lambda size: size >= 1, "an int of at least 1"),
+        ("timeout", timeout, (int, float), lambda s: 0 < s < math.inf, "a number of seconds > 0"),
+        ("backend", backend, str, available, f"a str that names backends of this torch ({known})"),
+    ]
+    for name, value, kind, fits, what in accepted:
+        if not isinstance(value, kind):
+            raise ArgumentTypeError(f"{name} must be {what}, but is a {type(value).__name__}")
+        if not fits(value):
+            raise ArgumentError(f"{name} must be {what}, but is {value!r}")
     outside = [rank for rank in may_die if rank not in range(world_size)]
     if outside:
         raise ArgumentError(
@@ -214,8 +211,8 @@ class _Call:
             for rank, host in enumerate(hosts):
                 self._send(rank, (rank, host), task_file, store)
             while self._active and time.monotonic() < limit:
-                for rank, message, files in self._events(limit):
-                    self._handle(rank, message, files)
+                for rank, message, data in self._events(limit):
+                    self._handle(rank, message, data)
                 if not ending and (self._failures or not self._running):
                     ending = True
                     seconds = FAILURE_SECONDS if self._failures else LEAVE_SECONDS
@@ -225,9 +222,8 @@ class _Call:
                         self._send(rank, "leave")
                     self._leaving |= self._returned
                     self._returned.clear()
-            self._raise_failures()
-            if self._active:
-                self._raise_stuck(task.timeout, ending=ending)
+            if self._failures or self._active:
+                raise self._error(task.timeout, ending)
         finally:
             for rank in self._active:  # by Ctrl-C, or a test's time limit, too
                 self._workers[rank].kill()
@@ -242,31 +238,29 @@ class _Call:
         with contextlib.suppress(OSError):  # a worker that has ended is found by reading
             send(self._workers[rank].channel, message, *files)
 
-    def _events(self, limit: float) -> list[tuple[int, str, list[int]]]:
+    def _events(self, limit: float) -> list[tuple[int, str, bytes]]:
         """Return the ranks' messages, deaths first: they are the cause of other ranks' errors."""
         active = {self._workers[rank].channel.fileno(): rank for rank in self._active}
         ready = wait(active, max(0.0, min(POLL_SECONDS, limit - time.monotonic())))
         if time.monotonic() >= limit:
             return []  # too late: a message must not hide the hang
-        events: list[tuple[int, str, list[int]]] = []
+        events: list[tuple[int, str, bytes]] = []
         for descriptor, rank in active.items():
             worker = self._workers[rank]
             if descriptor in ready:
                 try:
-                    events.append((rank, *receive(worker.channel)))
+                    message, files = receive(worker.channel)
+                    events.append((rank, message, b"".join(map(taken, files))))
                 except EOFError:
-                    events.append((rank, "died", []))
+                    events.append((rank, "died", b""))
             elif worker.process.poll() is not None and not wait([descriptor], 0):
-                events.append((rank, "died", []))
+                events.append((rank, "died", b""))
         return sorted(events, key=lambda event: event[1] != "died")
 
-    def _handle(self, rank: int, message: str, files: list[int]) -> None:
+    def _handle(self, rank: int, message: str, data: bytes) -> None:
         worker = self._workers[rank]
         for state in (self._running, self._returned, self._leaving):
             state.discard(rank)
-        data = b"".join(map(contents, files))
-        for file in files:
-            os.close(file)
         if message == "returned":
             self._returned.add(rank)
             self._results[rank] = data
@@ -284,39 +278,34 @@ class _Call:
                 self._failures.setdefault(rank, (summary, title, text, PeerLostError(title)))
             worker.kill()  # if it has only closed its socket
 
-    def _raise_failures(self) -> None:
-        if not self._failures:
-            return
-        first = next(iter(self._failures))
-        also = f" (rank {first} first)" if len(self._failures) > 1 else ""
-        headline = (
-            f"fn failed on {_ranks(self._failures)} of {len(self._workers)}{also}: "
-            f"{self._failures[first][0]}"
-        )
-        sections = {title: text for _, title, text, _ in self._failures.values()}
-        sections |= self._stacks(f"was killed {FAILURE_SECONDS:g} s after that; it was at")
-        errors = {rank: failure[3] for rank, failure in self._failures.items()}
-        raise RankError(_described(headline, sections), errors) from errors[first]
-
-    def _raise_stuck(self, timeout: float, *, ending: bool) -> None:
-        of = f"of {len(self._workers)}"
-        if ending:
-            headline = (
-                f"fn returned, but {_ranks(self._active)} {of} did not leave the process group "
-                f"within {LEAVE_SECONDS:g} s"
-            )
+    def _error(self, timeout: float, ending: bool) -> DistributedError:
+        """Return the error of failed or stuck ranks, with the stacks of those to be killed."""
+        failures = self._failures
+        errors = {rank: failure[3] for rank, failure in failures.items()}
+        first, fate = next(iter(failures), None), "was killed; it was at"
+        concerned = failures or (self._active if ending else self._running)
+        of = f"rank{'s' * (len(concerned) > 1)} {', '.join(map(str, concerned))}"
+        of += f" of {len(self._workers)}"
+        if first is not None:
+            also = f" (rank {first} first)" if len(failures) > 1 else ""
+            text = f"fn failed on {of}{also}: {failures[first][0]}"
+            fate = f"was killed {FAILURE_SECONDS:g} s after that; it was at"
+        elif ending:
+            text = f"fn returned, but {of} did not leave the process group "
+            text += f"within {LEAVE_SECONDS:g} s"
         else:
-            headline = (
-                f"fn did not return within timeout={timeout:g} s on {_ranks(self._running)} {of}"
-            )
-        stacks = self._stacks("was killed; it was at")
-        raise CollectiveTimeoutError(_described(headline, stacks))
-
-    def _stacks(self, fate: str) -> dict[str, str]:
-        """Return a section for each rank that has to be killed."""
+            text = f"fn did not return within timeout={timeout:g} s on {of}"
         stuck = sorted(self._running | self._leaving)
-        dumps = dump_stacks([self._workers[rank] for rank in stuck]) if stuck else []
-        return {f"rank {rank} {fate}": dump for rank, dump in zip(stuck, dumps, strict=True)}
+        stacks = dump_stacks([self._workers[rank] for rank in stuck]) if stuck else []
+        sections = [(title, section) for _, title, section, _ in failures.values()]
+        sections += [(f"rank {r} {fate}", dump) for r, dump in zip(stuck, stacks, strict=True)]
+        parts = [text, *(f"--- {title} ---\n{part}".rstrip() for title, part in sections)]
+        message = "\n\n".join(parts)
+        if first is None:
+            return CollectiveTimeoutError(message)
+        error = RankError(message, errors)
+        error.__cause__ = errors[first]
+        return error
 
     def _result(self, rank: int) -> Any:
         data = self._results.get(rank)
@@ -328,15 +317,3 @@ class _Call:
             raise DistributedError(
                 f"the result of rank {rank} cannot be unpickled here: {error!r}"
             ) from error
-
-
-def _described(headline: str, sections: Mapping[str, str]) -> str:
-    """Return a message: a headline, then a titled section for each rank."""
-    parts = [headline]
-    parts += [f"--- {title} ---\n{text}".rstrip() for title, text in sections.items()]
-    return "\n\n".join(parts)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    named = [str(rank) for rank in ranks]
-    return ("rank " if len(named) == 1 else "ranks ") + ", ".join(named)

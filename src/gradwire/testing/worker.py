@@ -94,9 +94,10 @@ def file_with(data: bytes) -> int:
     return descriptor
 
 
-def contents(descriptor: int) -> bytes:
-    """Return what a file has; others may read through the same descriptor at the same time."""
+def taken(descriptor: int) -> bytes:
+    """Return what a received file has, and close it; others may read it at the same time."""
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+        os.close(descriptor)
         return file.read()
 
 
@@ -145,14 +146,11 @@ class Worker:
         self.process.kill()
         self.process.wait()
 
-    def end(self) -> None:
-        """Kill the process and close its descriptors."""
-        self.kill()
-        self._descriptors.close()
-
-    def forget(self) -> None:
-        """Close, in a forked child, the descriptors of the parent's process."""
-        self.process.returncode = 0  # or Popen warns that it is still running
+    def end(self, *, kill: bool = True) -> None:
+        """Close the process's descriptors, after killing it; a forked child must not kill."""
+        if kill:
+            self.kill()
+        self.process.returncode = 0  # or Popen warns, in a forked child, that it is running
         self._descriptors.close()
 
     def exit_text(self) -> str:
@@ -240,16 +238,10 @@ class Pool:
             raise DistributedError(text) from error
         return [self._workers[number] for number in range(count)]
 
-    def close(self) -> None:
+    def close(self, *, kill: bool = True) -> None:
         """Kill all workers; the next `take` starts new ones."""
         while self._workers:
-            self._workers.popitem()[1].end()
-
-    def forget(self) -> None:
-        """Close, in a forked child, the descriptors of the parent's workers."""
-        self.lock = threading.Lock()  # another thread of the parent may have held it
-        while self._workers:
-            self._workers.popitem()[1].forget()
+            self._workers.popitem()[1].end(kill=kill)
 
 
 POOL = Pool()
@@ -272,7 +264,12 @@ def _at_exit() -> None:
         POOL.close()
 
 
-os.register_at_fork(after_in_child=POOL.forget)
+def _after_fork() -> None:
+    POOL.lock = threading.Lock()  # another thread of the parent may have held it
+    POOL.close(kill=False)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- pickles for processes that cannot import what defines a function ---
@@ -359,8 +356,7 @@ def main(channel_descriptor: int, lifeline: int) -> None:
     with contextlib.suppress(EOFError):
         for earlier in itertools.count():
             (rank, host), (task_file, store_file) = receive(channel)
-            task: Task = pickle.loads(contents(task_file))
-            os.close(task_file)
+            task: Task = pickle.loads(taken(task_file))
             store = _unused_number(store_file, earlier)
             imported = len(sys.modules)
             for number, handler in handlers.items():
