@@ -97,7 +97,8 @@ def test_summary_names_the_rank_that_others_waited_for(trace):
     first, second = summary.ranks
     assert first.steps == second.steps == STEPS
     assert first.waited == second.waited_for > 1000 * (STEPS - 1) * 0.03 * 0.9
-    assert second.between > 25 > first.between > 0
+    assert second.between > 25  # it sleeps; the other one's time depends on the machine
+    assert first.between > 0
     assert second.collected > 1
     assert first.sent_mb == second.sent_mb > 0
     assert [sorted(b.parameters) for b in summary.buckets][:1] == [["bias", "weight"]]
