@@ -121,8 +121,8 @@ def broadcast_coalesced(
     if not found:
         return [[] for _ in places]
     placement.as_tensor_list(found, "tensors")
-    home = placement.common_device(found, "tensors")
-    if home != places[0]:
+    placement.check_alike(found, "tensors", ["device"])
+    if (home := found[0].device) != places[0]:
         raise ArgumentError(
             f"tensors are on {home}, devices[0] is {places[0]}: list the tensors' device first"
         )
@@ -224,9 +224,9 @@ def reduce_add_coalesced(
         return ()
     for i, tensors in enumerate(replicas):
         placement.as_tensor_list(tensors, f"inputs[{i}]")
-        placement.common_device(tensors, f"inputs[{i}]")
+        placement.check_alike(tensors, f"inputs[{i}]", ["device"])
     for j, column in enumerate(zip(*replicas, strict=True)):
-        placement.check_alike(column, f"position {j} of inputs", layout=False)
+        placement.check_alike(column, f"position {j} of inputs", ["shape", "dtype"])
     home = as_destination(destination, replicas[0][0].device)
     _check_buffer_size(buffer_size)
     return tuple(reduce_lists(replicas, home, buffer_size))

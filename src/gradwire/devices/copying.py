@@ -52,16 +52,14 @@ def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Return a copy of a tensor for each device, each in new storage."""
     if tensor.layout != torch.strided:
         return [tensor.to(device, copy=True) for device in devices]
-    # An accelerator writes to pinned host memory at full speed.
-    streamed = has_streams(tensor.device)
-    targets = [
-        _memory.empty_like(tensor, device, pinned=streamed and device == HOST) for device in devices
-    ]
-    if len(targets) > 1 and nccl_takes([tensor, *targets]):
-        nccl_broadcast(tensor, targets)
-    else:
-        copy_into(targets, [tensor] * len(targets))
+    targets = [_new_on(tensor, device) for device in devices]
+    copy_into(targets, [tensor] * len(targets))
     return targets
+
+
+def _new_on(tensor: Tensor, device: torch.device) -> Tensor:
+    # an accelerator writes to pinned host memory at full speed
+    return _memory.empty_like(tensor, device, pinned=has_streams(tensor.device) and device == HOST)
 
 
 def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -126,7 +124,7 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
     return [[view.data for view in replica] for replica in replicas]
 
 
-# --- accelerators: side streams, pinned memory, NCCL ---
+# --- accelerators: side streams, pinned memory ---
 #
 # PyTorch's copy between two accelerators orders the streams of both. Between the host and an
 # accelerator, these functions do.
@@ -166,22 +164,6 @@ def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> No
     current.wait_stream(side)
 
 
-def nccl_takes(tensors: Sequence[Tensor]) -> bool:
-    """Return True if NCCL can copy the tensors, which must be dense and on different GPUs."""
-    return all(
-        t.is_cuda and t.numel() and not t.is_conj() and not t.is_neg() for t in tensors
-    ) and bool(torch.cuda.nccl.is_available(tensors))
-
-
-def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy one GPU's tensor to other GPUs with NCCL, on their current streams.
-
-    Tensors are sent as bytes, because NCCL supports neither complex numbers nor all integers.
-    """
-    flat = [t.view(-1).view(torch.uint8) for t in (source, *targets)]
-    torch.cuda.nccl.broadcast(flat, root=0)
-
-
 # --- chunks ---
 
 
@@ -205,11 +187,7 @@ def chunk_copies(
     chunks = cut(tensor, sizes, dim)
     own = own_place(tensor.device, devices)
     others = [place for place in range(len(devices)) if place != own]
-    pinned = has_streams(tensor.device)
-    targets = [
-        _memory.empty_like(chunks[i], devices[i], pinned=pinned and devices[i] == HOST)
-        for i in others
-    ]
+    targets = [_new_on(chunks[i], devices[i]) for i in others]
     chosen = [streams[i] for i in others] if streams else None
     copy_into(targets, [chunks[i] for i in others], chosen)
     for place, target in zip(others, targets, strict=True):
@@ -229,13 +207,8 @@ def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
         memory_format=_common_format(tensors),
         pinned=device == HOST and any(has_streams(t.device) for t in tensors),
     )
-    concat_into(result, tensors, dim)
-    return result
-
-
-def concat_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
-    """Concatenate tensors along `dim` into another tensor."""
     copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
+    return result
 
 
 def _common_format(tensors: Sequence[Tensor]) -> torch.memory_format:
@@ -317,21 +290,20 @@ def summed_coalesced(
         if sparse[bucket[0]]:
             sums = [summed(positions[bucket[0]], device)]
         else:
-            sums = _bucket_sums([[_dense(r[i]) for i in bucket] for r in replicas], device)
+            sums = _bucket_sums([[r[i].to_dense() for i in bucket] for r in replicas], device)
         for i, result in zip(bucket, sums, strict=True):
             results[i] = result
     return results
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Tensor]:
     """Sum the tensors of one bucket, given as k lists, to one list."""
     if len(replicas[0]) == 1:
         return [summed([tensors[0] for tensors in replicas], device)]
-    replicas = [_arrived(tensors, device) for tensors in replicas]
+    for i, tensors in enumerate(replicas):
+        if tensors[0].device != device:
+            # in one transfer
+            replicas[i] = views(copy_to(packed(tensors)[0], device), tensors)
     like = replicas[0]
     flat = _memory.empty((sum(t.numel() for t in like),), like[0], device)
     results = views(flat, like)
@@ -345,14 +317,6 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
             torch._foreach_add_(sums, [tensors[i] for i in group])
     # `.data` gives each view its own version counter.
     return [result.data for result in results]
-
-
-def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on a device: themselves, or copies made in one transfer."""
-    if tensors[0].device == device:
-        return tensors
-    flat, _ = packed(tensors)
-    return views(copy_to(flat, device), tensors)
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

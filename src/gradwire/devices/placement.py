@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,12 +46,10 @@ def as_device(device: Device, name: str) -> torch.device:
         )
     current, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device, int):
-        if device < 0:
-            raise ArgumentError(f'{name} is {device}: give an index ≥ 0, or "cpu" for the host')
-        if current is None or device >= count:
+        if current is None or not 0 <= device < count:
             raise ArgumentError(
-                f"{name} is {device}, this machine has {count} accelerators: give an index below "
-                'that, or "cpu"'
+                f"{name} is {device}, this machine has {count} accelerators: give an index from 0 "
+                'on and below that, or "cpu"'
             )
         return torch.device(current.type, device)
     try:
@@ -162,48 +160,35 @@ def check_out_without_grad(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> N
         )
 
 
-def common_device(tensors: Sequence[Tensor], name: str) -> torch.device:
-    """Return the device of all tensors; raise if there are several."""
-    device = tensors[0].device
+def check_alike(
+    tensors: Sequence[Tensor], name: str, fields: Sequence[str] = ("shape", "dtype", "layout")
+) -> None:
+    """Raise if a field of a tensor differs from that of the first one."""
     for i, tensor in enumerate(tensors):
-        if tensor.device != device:
-            raise ArgumentError(
-                f"{name}[{i}] is on {tensor.device}, {name}[0] on {device}: put them on one device"
-            )
-    return device
+        for field in fields:
+            _check_field(tensor, f"{name}[{i}]", field, getattr(tensors[0], field), f"{name}[0]")
 
 
-def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) -> None:
-    """Raise if shapes, dtypes or layouts differ from those of the first tensor."""
-
-    def key(tensor: Tensor) -> tuple[object, ...]:
-        return (tuple(tensor.shape), tensor.dtype, tensor.layout if layout else None)
-
-    expected = key(tensors[0])
-    for i, tensor in enumerate(tensors):
-        found = key(tensor)
-        if found == expected:
-            continue
-        for field, got, wanted in zip(("shape", "dtype", "layout"), found, expected, strict=True):
-            if got != wanted:
-                raise ArgumentError(
-                    f"{name}[{i}] has {field} {got}, {name}[0] has {wanted}: give tensors of one "
-                    "shape, dtype and layout"
-                )
-
-
-def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> None:
+def check_out(
+    out: Tensor,
+    like: Tensor,
+    shape: Sequence[int],
+    name: str,
+) -> None:
     """Raise if `out` does not have the shape, dtype and layout of the result."""
     check_tensor(out, name)
-    if tuple(out.shape) != tuple(shape):
+    _check_field(out, name, "shape", torch.Size(shape), "the result")
+    _check_field(out, name, "dtype", like.dtype, "the result")
+    _check_field(out, name, "layout", like.layout, "the result")
+
+
+def _check_field(tensor: Tensor, name: str, field: str, wanted: Any, of: str) -> None:
+    found = getattr(tensor, field)
+    if found != wanted:
+        if field == "shape":
+            found, wanted = tuple(found), tuple(wanted)
         raise ArgumentError(
-            f"{name} has shape {tuple(out.shape)}, the result has {tuple(shape)}: give a tensor of "
-            "that shape"
-        )
-    if out.dtype != like.dtype or out.layout != like.layout:
-        raise ArgumentError(
-            f"{name} is {out.dtype}, {out.layout}, the result is {like.dtype}, {like.layout}: give "
-            "a tensor of that dtype and layout"
+            f"{name} has {field} {found}, {of} has {wanted}: give tensors of one {field}"
         )
 
 
@@ -220,17 +205,9 @@ def canonical_dim(dim: int, rank: int) -> int:
 def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
     """Raise if the tensors cannot be concatenated; return the dim as a non-negative index."""
     first = tensors[0]
-    for i, tensor in enumerate(tensors):
-        if tensor.dim() != first.dim():
-            raise ArgumentError(
-                f"tensors[{i}] has {tensor.dim()} dims, tensors[0] has {first.dim()}: give tensors "
-                "with the same number of dims"
-            )
-        if tensor.dtype != first.dtype or tensor.layout != torch.strided:
-            raise ArgumentError(
-                f"tensors[{i}] is {tensor.dtype}, {tensor.layout}; tensors[0] is {first.dtype}: "
-                "give dense tensors of one dtype"
-            )
+    check_alike(tensors, "tensors", ("ndim", "dtype", "layout"))
+    if first.layout != torch.strided:
+        raise ArgumentError(f"tensors[0] has layout {first.layout}: give dense tensors")
     dim = canonical_dim(dim, first.dim())
     for i, tensor in enumerate(tensors):
         got, expected = list(tensor.shape), list(first.shape)
@@ -248,8 +225,6 @@ def chunk_sizes_of(size: int, places: int, chunk_sizes: Sequence[int] | None) ->
     if chunk_sizes is None:
         step = -(-size // places)
         return [min(step, size - i) for i in range(0, size, step)] if size else [0] * places
-    if not isinstance(chunk_sizes, Iterable):
-        raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints")
     try:
         sizes = [operator.index(size) for size in chunk_sizes]
     except TypeError as error:

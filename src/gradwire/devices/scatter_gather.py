@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from gradwire._containers import OneLevel, flatten_one_level
 from gradwire.devices import placement
 from gradwire.devices.broadcast_reduce import LinearOp, tracked
-from gradwire.devices.copying import chunk_copies, concat, concat_into, copy_into, cut
+from gradwire.devices.copying import chunk_copies, concat, copy_into, cut
 from gradwire.devices.placement import Device, as_destination, as_device, as_devices, check_apart
 from gradwire.errors import ArgumentError, NotSupportedError
 
@@ -76,7 +76,24 @@ def scatter(
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: omit one; out implies the sizes")
     targets = placement.as_tensor_list(() if out is None else out, "out")
-    _scatter_into(targets, tensor, dim, streams)
+    placement.check_out_without_grad(targets, [tensor])
+    for i, target in enumerate(targets):
+        shape = list(tensor.shape)
+        if target.dim() == tensor.dim():
+            shape[dim] = target.shape[dim]
+        placement.check_out(target, tensor, shape, f"out[{i}]")
+    sizes = [target.shape[dim] for target in targets]
+    if sum(sizes) != tensor.shape[dim]:
+        raise ArgumentError(
+            f"out has sizes {sizes} in dim {dim}, which sum to {sum(sizes)}; the tensor has size "
+            f"{tensor.shape[dim]}: give tensors whose sizes sum to it"
+        )
+    _check_streams(streams, len(targets))
+    chunks = cut(tensor.detach(), sizes, dim)
+    names = [f"out[{i}]" for i in range(len(targets))]
+    check_apart(targets, chunks, names, ["tensor"] * len(targets))
+    with torch.no_grad():
+        copy_into(targets, chunks, streams)
     return tuple(targets)
 
 
@@ -128,33 +145,12 @@ def gather(
     shape[dim] = sum(t.shape[dim] for t in found)
     placement.check_out(out, found[0], shape, "out")
     placement.check_out_without_grad([out], found)
-    places = range(len(found))
     parts = cut(out.detach(), [t.shape[dim] for t in found], dim)
-    check_apart(parts, found, ["out" for _ in places], [f"tensors[{i}]" for i in places])
+    names = [f"tensors[{i}]" for i in range(len(found))]
+    check_apart(parts, found, ["out"] * len(found), names)
     with torch.no_grad():
-        concat_into(out, found, dim)
+        copy_into(parts, found)
     return out
-
-
-def _scatter_into(targets: list[Tensor], tensor: Tensor, dim: int, streams: Streams) -> None:
-    placement.check_out_without_grad(targets, [tensor])
-    for i, target in enumerate(targets):
-        shape = list(tensor.shape)
-        if target.dim() == tensor.dim():
-            shape[dim] = target.shape[dim]
-        placement.check_out(target, tensor, shape, f"out[{i}]")
-    sizes = [target.shape[dim] for target in targets]
-    if sum(sizes) != tensor.shape[dim]:
-        raise ArgumentError(
-            f"out has sizes {sizes} in dim {dim}, which sum to {sum(sizes)}; the tensor has size "
-            f"{tensor.shape[dim]}: give tensors whose sizes sum to it"
-        )
-    _check_streams(streams, len(targets))
-    chunks = cut(tensor.detach(), sizes, dim)
-    places = range(len(targets))
-    check_apart(targets, chunks, [f"out[{i}]" for i in places], ["tensor" for _ in places])
-    with torch.no_grad():
-        copy_into(targets, chunks, streams)
 
 
 def _check_streams(streams: Streams, places: int) -> None:
@@ -327,7 +323,14 @@ def _scattered(
 
 def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> Any:
     first = values[0]
-    _check_types(values, name)
+    for i, value in enumerate(values):
+        if type(value) is type(first) or (isinstance(first, Tensor) and isinstance(value, Tensor)):
+            continue
+        if any(isinstance(v, Tensor) or _flatten(v) for v in (first, value)):
+            raise ArgumentError(
+                f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
+                "from replica 0: return outputs of the same structure from all replicas"
+            )
     if isinstance(first, Tensor):
         return gather(values, dim, device)
     if all(value is None for value in values):
@@ -350,16 +353,3 @@ def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> A
     return model.unflatten(
         [_gathered(list(column), device, dim, f"{name}[{key!r}]") for key, column in columns]
     )
-
-
-def _check_types(values: list[Any], name: str) -> None:
-    first = values[0]
-    for i, value in enumerate(values):
-        both_tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
-        if both_tensors or type(value) is type(first):
-            continue
-        if any(isinstance(v, Tensor) or _flatten(v) for v in (first, value)):
-            raise ArgumentError(
-                f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
-                "from replica 0: return outputs of the same structure from all replicas"
-            )
