@@ -64,8 +64,6 @@ RESULTS = ("right", "partly", "unclear", "WRONG")
 
 @dataclass(frozen=True)
 class Case:
-    """A drawn accident."""
-
     number: int
     accident: str
     world: int
@@ -78,7 +76,6 @@ class Case:
     seconds: int = 10
 
     def source(self, port: int) -> str:
-        """Return the program."""
         accident = ACCIDENTS[self.accident]
         slots = accident.slots | {"metric": OPS[self.op]}
         lines = []
@@ -157,7 +154,6 @@ _TIMES |= {"time_discovered_completed_ns", "time_discovered_started_ns"}
 
 
 def judge(case: Case, run: Run, program: str) -> dict[str, Any]:
-    """Compare a verdict with the truth."""
     accident = ACCIDENTS[case.accident]
     guilty = accident.ranks(case.bad, case.world)
     first = (run.verdict.get("findings") or [{"kind": "no verdict", "ranks": [], "summary": ""}])[0]
@@ -213,7 +209,6 @@ def run_all(
 
 
 def _work(cases: Sequence[Case], folder: Path, results: int, options: argparse.Namespace) -> None:
-    """Stage accidents one after the other, and end."""
     be_reaper()
     worker = os.getpid()
     try:
@@ -242,7 +237,6 @@ def _work(cases: Sequence[Case], folder: Path, results: int, options: argparse.N
 
 
 def show(found: Sequence[dict[str, Any]]) -> None:
-    """Print the counts: in all, by backend, by wrapper and by kind, and what others named."""
     print(f"\n{'':24}" + "".join(f"{name:>9}" for name in (*RESULTS, "of")))
     for by in ("", "backend", "wrapper", "load", "accident"):
         groups: dict[str, list[str]] = {}
@@ -285,7 +279,6 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> int:
-    """Run the command; return 1 if a verdict is wrong."""
     options = _options()
     cases = _cases(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ACCIDENTS", "DDP", "PROGRAM", "QUICK", "Accident"]
-
 PROGRAM = '''\
 """{name}: rank {bad} of {world}, {wrapper}, {op}"""
 import contextlib, ctypes, fcntl, gc, os, signal, subprocess, sys, threading, time
@@ -128,7 +126,6 @@ class Accident:
         return [number for number, line in numbered if line.endswith("# here")]
 
     def ranks(self, bad: int, world: int) -> set[int]:
-        """Return the ranks that the verdict may name."""
         if self.guilty == "all" or (self.sides and world == 2):
             return set(range(world))
         ranks = {"absent": {world}, "bad, next": {bad, (bad + 1) % world}, "none": set()}

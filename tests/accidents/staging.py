@@ -34,8 +34,6 @@ import torch.nn.parallel
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.flight_recorder.components import builder, config_manager, loader
 
-__all__ = ["Become", "Run", "be_reaper", "explain_again", "free_port", "kill_all", "stage"]
-
 LIMIT = 60.0  # of a run; then the launcher is interrupted, as by Ctrl-C
 _END = 40.0  # of the launcher after that: torchrun waits 30 s; and of `gradwire explain`
 _ALARM = 150  # no process lives longer, whatever happens to this one
@@ -52,14 +50,7 @@ class Become(BaseException):
 
 
 class Run:
-    """Result of a run.
-
-    Attributes:
-        code: Exit code of `gradwire run`.
-        verdict: What `gradwire explain --json` printed; empty if that failed.
-        torchrun: The rank that torchrun's "Root Cause" names; empty if it names none.
-        analyzer: The ranks that torch's analyzer of flight records names.
-    """
+    """Exit code, verdict, and the ranks that torchrun and torch's analyzer of records name."""
 
     def __init__(self, code: int | None, folder: Path) -> None:
         self.code = code
@@ -72,14 +63,7 @@ class Run:
 
 
 def stage(source: str, folder: Path, world: int, *, load: int = 0) -> Run:
-    """Run a program on ranks until its end, and explain it.
-
-    Args:
-        source: The program.
-        folder: Directory to create, for the program and its dumps.
-        world: Number of ranks.
-        load: Number of busy processes beside the ranks.
-    """
+    """Run a program on ranks until its end, beside `load` busy processes, and explain it."""
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(source)
     run = ["run", "--standalone", f"--nproc-per-node={world}", "--recorder", "dumps", "train.py"]
@@ -121,7 +105,6 @@ def _explain(folder: Path) -> int:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -222,8 +205,6 @@ def _be_command(arguments: list[str], ranks: list[tuple[int, int]]) -> None:
 
 
 class _Forked(subprocess.Popen[bytes]):
-    """Handle of a child that exists already."""
-
     def __init__(self, pid: int, args: Any) -> None:
         self.pid, self.args, self.returncode = pid, args, None
         self.stdin = self.stdout = self.stderr = None

@@ -176,8 +176,6 @@ def test_a_broadcast_that_does_nothing_is_found_out() -> None:
 
 
 class Fixed:
-    """Stands in for a training whose gradient is given."""
-
     def __init__(self, gradient: float) -> None:
         self.gradient = gradient
 
@@ -345,8 +343,6 @@ def test_where_a_loss_is_reached_first(loss_: float, at: float | None) -> None:
 
 @pytest.mark.wide
 def test_every_method_keeps_ranks_equal() -> None:
-    """After a whole cycle, all ranks have the same parameters."""
-
     def train() -> dict[str, list[torch.Tensor]]:
         task = courses.Task(layers=1, width=16)
         groups, found = Groups.make((1, 1)), {}

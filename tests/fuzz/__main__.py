@@ -20,7 +20,6 @@ from gradwire.testing.worker import close_pool
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--count", type=int, default=100)
@@ -32,7 +31,6 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, backend: str) -> int:
-    """Run the seeds on a backend; 1 if one fails."""
     kind, began = KINDS[arguments.kind], time.monotonic()
     seeds = range(arguments.first, arguments.first + arguments.count)
     worlds = {"worlds": [1]} if backend == "nccl" else {}  # collectives, on one GPU

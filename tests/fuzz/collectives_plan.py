@@ -9,42 +9,26 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from fuzz import collectives_makers as makers
-from fuzz.collectives_case import COMPLEX, INTEGERS, Case, shape
-
-__all__ = ["Leaf", "Plan", "Step", "make_plan", "shown"]
+from fuzz.collectives_ops import COMPLEX, INTEGERS, OPS, Case, Step, shape
 
 IN_ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """Whether a group's ranks may be in another order than the world's, which 2.11 does not have."""
 REAL = ("float32",) * 6 + ("float64",) * 4 + ("bfloat16", "float16")
 LOW = ("bfloat16", "float16")
-LAYOUTS = ("plain",) * 4 + (
-    "transposed",
-    "strided",
-    "expanded",
-    "offset",
-    "conj",
-    "neg",
-    "reversed",
-)
+LAYOUTS = (
+    *("plain",) * 4, "transposed", "strided", "expanded", "offset", "conj", "neg", "reversed",
+)  # fmt: skip
 POSTS = ("none", "none", "half", "in_place", "tanh", "square")
 LOSSES = ("weights", "sum", "transposed", "expanded", "part", "square", "conj", "twice")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the program starts from.
-
-    Attributes:
-        shapes: On each rank.
-        wanted: On which ranks it requires a gradient.
-        grid: Whether values are multiples of 1/4, with zeros and ties among them.
-    """
+    """What the program starts from, by rank; on a grid, values are multiples of 1/4, with ties."""
 
     shapes: tuple[tuple[int, ...], ...]
     wanted: tuple[bool, ...]
@@ -53,48 +37,8 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A collective, what is done before and after it.
-
-    Attributes:
-        number: Its result's register.
-        op: Its name; see `collectives_makers`.
-        given: The register it takes.
-        members: The group's global ranks, in the order in which it was made; () is the default.
-        shapes: What each member of the group gives.
-        layouts: In which layout.
-        args: What else the op takes.
-        late: With async_op; the result is waited for where it is used.
-        post: What is done with the result.
-        checkpoint: "", "plain" or "reentrant".
-        losses: How each rank's loss uses the result; () if no loss does.
-    """
-
-    number: int
-    op: str
-    given: int
-    members: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    layouts: tuple[str, ...]
-    args: dict[str, Any] = field(default_factory=dict)
-    asynchronous: bool = False
-    late: bool = False
-    post: str = "none"
-    checkpoint: str = ""
-    losses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A case.
-
-    Attributes:
-        checks: What ranks compare: all, only what the backend compares, or the default.
-        twice: Second derivatives too.
-        by_grad: First derivatives by `torch.autograd.grad` instead of `backward`.
-        device: Of the tensors, which all ranks share.
-    """
+    """A case; `by_grad` takes derivatives by `torch.autograd.grad` instead of `backward`."""
 
     seed: int
     ranks: int
@@ -104,11 +48,6 @@ class Plan:
     twice: bool = False
     by_grad: bool = False
     device: str = "cpu"
-
-
-def make_plan(rng: random.Random, worlds: Sequence[int] = (2, 2, 3, 3, 4)) -> Plan:
-    """Draw a case."""
-    return _Maker(rng, worlds).plan()
 
 
 class _Maker:
@@ -158,18 +97,18 @@ class _Maker:
         dtype = self.dtype
         if not self.integers and self.chance(0.12):
             dtype = rng.choice(COMPLEX if dtype in COMPLEX else (*REAL, "complex64"))
-        op = rng.choices([*makers.OPS], weights=[w for w, _ in makers.OPS.values()])[0]
+        op = rng.choices([*OPS], weights=[one.weight for one in OPS.values()])[0]
         while not self.suits(op):
-            op = rng.choice([*makers.OPS])
+            op = rng.choice([*OPS])
         case = Case(rng, world, dtype, self.twice, self.by_grad, self.checks)
-        shapes, args = makers.OPS[op][1](case)
+        shapes, args = OPS[op].draw(case)
         # In few digits, values that are computed tie where they do not in many.
         exact = dtype in LOW or self.dtype in LOW
-        before = self.exact if exact and makers.selects(args) else [*range(self.count)]
+        before = self.exact if exact and args.get("op") in ("max", "min") else [*range(self.count)]
         first = before[-1] if last else rng.choice(before)
-        asynchronous = op in makers.ASYNC and self.chance(0.3)
+        asynchronous = OPS[op].has("async") and self.chance(0.3)
         checkpoint = ""
-        if not (asynchronous or self.integers or self.uneven or op in makers.TOKENS):
+        if not (asynchronous or self.integers or self.uneven or OPS[op].has("token")):
             checkpoint = rng.choice([""] * 8 + ["plain", "reentrant"])
             if checkpoint == "reentrant" and (self.twice or self.by_grad):
                 checkpoint = "plain"
@@ -185,11 +124,11 @@ class _Maker:
         )  # fmt: skip
 
     def suits(self, op: str) -> bool:
-        if self.uneven and op in makers.NOT_RESOLVED:
+        if self.uneven and OPS[op].has("not resolved"):
             return False
-        if self.marks_only and op not in makers.MARKED:
+        if self.marks_only and not OPS[op].has("marked"):
             return False
-        return not (self.twice and op in makers.ONE_WAY)
+        return not (self.twice and OPS[op].has("one way"))
 
     def group(self) -> tuple[int, ...]:
         count = self.rng.choice([1, *range(2, self.ranks + 1), *range(2, self.ranks + 1)])
@@ -209,8 +148,11 @@ class _Maker:
         return tuple(self.rng.choice(LOSSES) for _ in range(self.ranks))
 
 
+def make_plan(rng: random.Random, worlds: Sequence[int] = (2, 2, 3, 3, 4)) -> Plan:
+    return _Maker(rng, worlds).plan()
+
+
 def shown(plan: Plan) -> str:
-    """A program as a person reads it."""
     lines = [f"# {plan.ranks} ranks; checks={plan.checks}, seed {plan.seed}"]
     for i, leaf in enumerate(plan.leaves):
         shapes = leaf.shapes[0] if len({*leaf.shapes}) == 1 else f"by rank: {[*leaf.shapes]}"

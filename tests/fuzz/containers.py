@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree
 
-__all__ = ["plain", "wrapped"]
-
 
 class Sub(dict[Any, Any]):
     pass

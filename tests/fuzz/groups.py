@@ -21,8 +21,6 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
-__all__ = ["make_plan", "run_batch"]
-
 WIDTH = 4
 TIMEOUT = 60.0
 
@@ -40,8 +38,6 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class GroupsPlan:
-    """A program."""
-
     seed: int
     ranks: int
     groups: tuple[tuple[int, ...], ...]
@@ -50,7 +46,6 @@ class GroupsPlan:
 
 
 def make_plan(rng: random.Random) -> GroupsPlan:
-    """Draw a program."""
     ranks = rng.choice([2, 3, 3, 4])
     everyone = tuple(range(ranks))
     ring = [tuple(sorted((r, (r + 1) % ranks))) for r in everyone]
@@ -88,7 +83,6 @@ class Net(nn.Module):
 
 
 def one_sum(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average by one all_reduce."""
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
 
@@ -158,7 +152,6 @@ def run_plan(plan: GroupsPlan) -> list[str]:
 
 
 def one_input(wrapper: Wrapper, rng: random.Random) -> tuple[Tensor, int, bool]:
-    """Draw the arguments of a forward."""
     x = torch.full((2, WIDTH), rng.random(), dtype=torch.float64)
     return x, rng.randrange(3), not wrapper.find_unused or rng.randrange(100) < 50
 
@@ -170,7 +163,6 @@ def ordered_by_group(drawn: list[int], groups: list[int]) -> list[int]:
 
 
 def differing(net: DistributedDataParallel, twin: nn.Module) -> list[str]:
-    """Return the names of parameters whose gradients are not equal."""
     return [
         n
         for (n, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fuzz import collectives_plan, collectives_run, groups, local_sgd, plan, programs, run
-from fuzz.source import code_of
-
-__all__ = ["KINDS", "Kind"]
+from fuzz import (
+    collectives_plan,
+    collectives_run,
+    groups,
+    local_sgd,
+    models_plan,
+    models_run,
+    programs,
+)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cases.
+    """Draws a case, runs cases of equally many ranks on a backend, and shows one to a person.
 
-    Attributes:
-        draw: Draws a case.
-        run_batch: Runs cases with equally many ranks on a backend; what is wrong with the first
-            ones, up to one after which ranks have to be restarted: "" if nothing, and
-            "invalid: ..." if the case has no meaning.
-        show: The case as a person reads it.
+    `run_batch` tells what is wrong with the first ones, up to one after which ranks have to be
+    restarted: "" if nothing, and "invalid: ..." if the case has no meaning.
     """
 
     draw: Callable[..., Any]
@@ -41,13 +41,11 @@ class Kind:
                 del waiting[: len(found)]
 
 
-def _shown_model(case: plan.Plan) -> str:
-    return f"{code_of(case)}\n\n{case!r}"
-
-
 KINDS = {
-    "models": Kind(plan.make_plan, run.run_batch, _shown_model),
-    "small-models": Kind(partial(plan.make_plan, small=True), run.run_batch, _shown_model),
+    "models": Kind(models_plan.make_plan, models_run.run_batch, models_plan.shown),
+    "small-models": Kind(
+        partial(models_plan.make_plan, small=True), models_run.run_batch, models_plan.shown
+    ),
     "programs": Kind(programs.make_plan, programs.run_batch),
     "groups": Kind(groups.make_plan, groups.run_batch),
     "collectives": Kind(

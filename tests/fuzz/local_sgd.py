@@ -28,8 +28,6 @@ from gradwire.local_sgd import LocalSGD
 from gradwire.local_sgd.outer import assign_fragments, due
 from gradwire.testing import run_ranks
 
-__all__ = ["make_plan", "run_batch"]
-
 LIMIT = 60
 INNER = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -84,13 +82,11 @@ class Plan:
         return sorted(which for name, when, which in self.events if (name, when) == (kind, step))
 
     def active(self, step: int) -> list[int]:
-        """Parameters that are exchanged after a step."""
         thawed = {which for name, when, which in self.events if name == "thaw" and when <= step}
         return [i for i in range(len(self.shapes)) if i not in self.frozen or i in thawed]
 
 
 def make_plan(r: random.Random) -> Plan:
-    """Draw a plan."""
     shapes = tuple(r.choice(SHAPES) for _ in range(r.randint(1, 5)))
     frozen = tuple(i for i in range(1, len(shapes)) if r.randrange(100) < 30)
     every, steps, ranks = r.randint(1, 4), r.randint(3, 10), r.randint(1, 3)
@@ -121,7 +117,6 @@ def make_plan(r: random.Random) -> Plan:
 
 
 def network(plan: Plan, extra: int = 0) -> nn.ParameterList:
-    """Parameters with values of the plan's seed."""
     generator = torch.Generator().manual_seed(plan.seed + extra)
     made = [torch.randn(s, generator=generator, dtype=plan.dtype) for s in plan.shapes]
     net = nn.ParameterList(nn.Parameter(p) for p in made)
@@ -141,8 +136,6 @@ def loss_of(plan: Plan, net: nn.ParameterList, step: int, rank: int) -> Tensor:
 
 
 class Errors(dict[str, Any]):
-    """State of `half`."""
-
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(dict(self))
 
@@ -165,7 +158,6 @@ def function(state: Any, bucket: hooks.GradBucket) -> Any:
 
 
 def made(plan: Plan, extra: int = 0) -> tuple[nn.ParameterList, LocalSGD, Any, Any]:
-    """A network, its optimizer, scheduler and scaler."""
     net, state = network(plan, extra), None
     hook: Any = {"none": None, "function": function, "half": half}.get(plan.hook, plan.hook)
     if plan.hook == "half":
@@ -238,7 +230,6 @@ def train(plan: Plan) -> list[list[Tensor]]:
 
 
 def reference(plan: Plan) -> list[list[list[Tensor]]]:
-    """All ranks in one process; by rank and step."""
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # of steps that are skipped
     nets = [network(plan) for _ in range(plan.ranks)]
     inner = [INNER[plan.inner](net.parameters()) for net in nets]

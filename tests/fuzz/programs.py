@@ -28,8 +28,6 @@ from gradwire.hooks.bucket import as_real
 from gradwire.hooks.interface import after, chain
 from gradwire.testing import run_ranks
 
-__all__ = ["make_plan", "run_batch"]
-
 WIDTH, BATCH = 5, 3
 
 
@@ -95,8 +93,6 @@ class Action:
 
 @dataclass(frozen=True)
 class Program:
-    """A program: the model, how it is wrapped, and what is done with it."""
-
     seed: int
     ranks: int
     dtype: str = "float64"
@@ -111,7 +107,6 @@ class Program:
 
 
 def make_plan(rng: random.Random) -> Program:
-    """Draw a program."""
     unused, static = rng.choice([(False, False)] * 3 + [(True, False)] * 2 + [(False, True)])
     options: dict[str, Any] = {
         "find_unused_parameters": unused,
@@ -144,7 +139,6 @@ def make_plan(rng: random.Random) -> Program:
 
 
 def draw_action(rng: random.Random, program: Program) -> Action:
-    """Draw a part of a program."""
     some = tuple(r for r in range(program.ranks) if rng.randrange(100) < 50)
     unused = some if program.options["find_unused_parameters"] else ()
     alone = rng.choice([None, *range(program.ranks)])
@@ -205,11 +199,9 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), 0.25, dtype=dtype))
 
     def before_norm(self, x: Tensor) -> Tensor:
-        """The part before the batch norm."""
         return x @ self.first
 
     def after_norm(self, h: Tensor, whole: bool) -> Tensor:
-        """The part after it."""
         for name in ("gain", "shift"):
             buffer = self._buffers.get(name)
             if buffer is not None:
@@ -218,7 +210,6 @@ class Net(nn.Module):
         return self.third(torch.tanh(self.second(h)) if whole else h)
 
     def forward(self, x: Tensor, whole: bool = True) -> Tensor:
-        """All of it."""
         single = x.dim() == 1
         h = self.norm(self.before_norm(x.unsqueeze(0) if single else x))
         out = self.after_norm(h, whole)
@@ -233,18 +224,15 @@ class Boxed(nn.Module):
         self.net, self.seed = net, seed
 
     def forward(self, value: Any, whole: bool = True) -> Any:
-        """Unpack, call the model, pack."""
         x = plain(value)["x"]
         return wrapped({"out": self.net(x, whole), "given": [x, 3]}, self.seed + 1, int(whole))
 
 
 def penalty(call: Any, x: Tensor) -> Tensor:
-    """Return the squared norm of the gradient of the input."""
     return grad(lambda v: call(v).sin().sum())(x).square().mean()
 
 
 def transformed(call: Any, net: Net, name: str, x: Tensor) -> Any:
-    """Apply a transform to `call(x)`, a function of the net or of the wrapper around it."""
     return TRANSFORMS[name](lambda v: call(v).sin().sum(), call, x)
 
 
@@ -265,7 +253,6 @@ TRANSFORMS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
 
 
 def of_parameters(module: nn.Module, call: Any, name: str, x: Tensor) -> Any:
-    """Apply a transform to a function of the module's parameters."""
     own = {n: p.detach() for n, p in module.named_parameters()}
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
@@ -302,7 +289,6 @@ class Trainer:
         self.wrong: list[str] = []
 
     def run(self) -> None:
-        """Run all actions; raise if something is wrong."""
         for number, action in enumerate(self.program.actions):
             getattr(self, action.kind)(action)
             self.compare_buffers()
@@ -311,7 +297,6 @@ class Trainer:
                 raise AssertionError("\n".join([what, *self.wrong]))
 
     def batches(self) -> list[Tensor]:
-        """Draw a batch for each rank."""
         shape, dtype = (BATCH, WIDTH), getattr(torch, self.program.dtype)
         drawn = torch.randn(
             self.program.ranks, *shape, generator=self.generator, dtype=torch.float64
@@ -319,7 +304,6 @@ class Trainer:
         return list(drawn.to(dtype))
 
     def call(self, x: Tensor, function: Any = None, whole: bool = True) -> Tensor:
-        """Call the wrapper, or another function of the same arguments."""
         function = self.ddp if function is None else function
         if self.program.containers is None:
             return function(x, whole)
@@ -329,7 +313,6 @@ class Trainer:
     # ---- the reference
 
     def sync_buffers(self) -> None:
-        """All twins take the first one's buffers, in tensors that no graph has saved."""
         for twin in self.twins[1:]:
             for name, buffer in list(self.twins[0].named_buffers()):
                 owner, _, last = name.rpartition(".")
@@ -338,7 +321,6 @@ class Trainer:
                     module._buffers[last] = buffer.clone()
 
     def expect_forward(self, *, syncing: bool, grads: bool = True) -> None:
-        """Do what a forward of the wrapper does to buffers."""
         options = self.program.options
         in_eval = options["sync_buffers_in_eval"]
         if options["broadcast_buffers"] and self.synced_next and (grads or in_eval):
@@ -347,7 +329,6 @@ class Trainer:
             self.synced_next = syncing
 
     def reference(self, xs: list[Tensor], unused: tuple[int, ...]) -> list[Tensor]:
-        """Return the outputs of all ranks."""
         own = [t.before_norm(x) for t, x in zip(self.twins, xs, strict=True)]
         if self.program.norm == "sync":
             parts = self.twins[0].norm(torch.cat(own)).split(BATCH)
@@ -379,7 +360,6 @@ class Trainer:
         self.optimize()
 
     def backward(self, action: Action, syncing: bool, weights: list[int] | None) -> None:
-        """The forwards and the backward of both."""
         losses, expected = [], []
         whole = self.rank not in action.unused
         if action.what in ("penalty", "both"):
@@ -427,7 +407,6 @@ class Trainer:
                 self.compare(name, a, b)
 
     def apply_transform(self, module: nn.Module, name: str, x: Tensor) -> Any:
-        """Apply a transform to a module."""
         if name.startswith("functional"):
             return of_parameters(module, self.call, name, x)
         return transformed(lambda v: self.call(v, module), self.net, name, x)
@@ -480,7 +459,6 @@ class Trainer:
     # ---- gradients and parameters
 
     def reset(self, zero: str) -> None:
-        """Reset gradients, or keep them."""
         for module in (self.net, *self.twins):
             for p in module.parameters():
                 if zero == "none" or (zero == "zeros" and p.grad is None):
@@ -489,7 +467,6 @@ class Trainer:
                     p.grad.zero_()
 
     def expected(self, index: int, action: Action) -> Tensor | None:
-        """Return the mean over ranks of a parameter's gradients."""
         size = self.program.ranks
         own = [[*t.parameters()][index] for t in self.twins]
         grads = [p.grad for p in own]
@@ -518,7 +495,6 @@ class Trainer:
                 own.grad = None if want is None else want.to(own.dtype).clone()
 
     def optimize(self) -> None:
-        """A step of the first twin, which the others follow."""
         with torch.no_grad():
             for p, *others in zip(
                 *(t.parameters() for t in self.twins), self.net.parameters(), strict=True
@@ -531,7 +507,6 @@ class Trainer:
     # ---- comparison
 
     def compare(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
-        """Note a difference."""
         if got is None or want is None:
             if got is not want:
                 self.wrong.append(f"{what}: {got} for {want}")
@@ -548,7 +523,6 @@ class Trainer:
             self.wrong.append(f"{what}: {got.tolist()} for {want.tolist()}"[:400])
 
     def compare_buffers(self) -> None:
-        """Compare the buffers with those of this rank's twin."""
         own = dict(self.net.named_buffers())
         want = dict(self.twins[self.rank].named_buffers())
         if own.keys() != want.keys():
@@ -558,13 +532,11 @@ class Trainer:
 
 
 def clamp(bucket: GradBucket) -> None:
-    """Clamp gradients."""
     for gradient in bucket.gradients():
         gradient.clamp_(-0.05, 0.05)
 
 
 def double_one(reduced: Tensor, bucket: GradBucket) -> Tensor:
-    """Double the gradient of one parameter."""
     result = with_buffer(bucket, reduced)
     for name, gradient in zip(result.names(), result.gradients(), strict=True):
         if name.endswith("third.bias"):

@@ -20,8 +20,6 @@ MANY = {"models": 120, "programs": 150, "groups": 12, "collectives": 300, "local
 
 
 def check(kind: str, backend: str, count: int, *, derandomize: bool) -> None:
-    """Draw cases and run them one by one."""
-
     @settings(
         max_examples=count,
         derandomize=derandomize,

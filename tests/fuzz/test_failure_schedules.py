@@ -125,8 +125,6 @@ def fail():
 
 
 class Run:
-    """One schedule on one rank."""
-
     def __init__(self, plan: Schedule) -> None:
         self.plan, self.rank = plan, dist.get_rank()
         self.failing = ""

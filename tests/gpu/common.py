@@ -64,18 +64,15 @@ class Net(nn.Module):
 
 
 def batch(number=0, rows=4):
-    """Return this rank's input of a step."""
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     return torch.randn(rows, 8, generator=generator).to(DEVICE)
 
 
 def network(wide=256):
-    """Return the network on the device."""
     return Net(wide).to(DEVICE)
 
 
 def twin_of(net):
-    """Return a copy of a wrapped module, which `average` reduces."""
     return copy.deepcopy(net.module)
 
 

@@ -215,7 +215,6 @@ def weigh(net, twin):
 
 
 def keep_gradients(net, twin):
-    """Gradients that the program keeps are not written to."""
     kept = []
     for number in range(3):
         for module in (net, twin):

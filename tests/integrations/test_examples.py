@@ -23,7 +23,6 @@ NEEDS = {
 
 
 def run_example(name: str) -> str:
-    """What an example prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
         [*command, "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py")],

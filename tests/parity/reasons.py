@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PRIVATE"]
-
 PRIVATE = {
     "test_ddp_native_mixed_precision_ignored_params": "passes `mixed_precision`, which is refused: "
     "autocast, and the hook `bf16`",

@@ -43,8 +43,6 @@ LIMITS = {"test_ddp_uneven_inputs": 300.0, "test_ddp_compile_static_graph": 300.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a test with one class on some ranks: passed, skipped, failed or hung."""
-
     test: str
     side: str
     ranks: int
@@ -54,7 +52,6 @@ class Outcome:
 
 
 def attempt(name: str, side: str, ranks: int) -> tuple[str, str]:
-    """One run of a test."""
     with tempfile.TemporaryDirectory() as scratch:
         for folder in ("barrier", "test_dir"):
             os.mkdir(os.path.join(scratch, folder))
@@ -112,7 +109,6 @@ def unexplained(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def kept() -> dict[str, list[Outcome]]:
-    """The results that were written down, by PyTorch's version, oldest first."""
     files = {
         path.stem.removeprefix("results-"): json.loads(path.read_text(encoding="utf-8"))
         for path in HERE.glob("results-*.json")
@@ -122,7 +118,6 @@ def kept() -> dict[str, list[Outcome]]:
 
 
 def write(outcomes: Sequence[Outcome]) -> None:
-    """Put results in the place of earlier ones with this PyTorch, and show all."""
     version = ".".join(TORCH.split(".")[:2])
     new = {(o.ranks, o.side, o.test): replace(o, why=first_line(o.why)) for o in outcomes}
     old = {(o.ranks, o.side, o.test): o for o in kept().get(version, [])}
@@ -133,10 +128,7 @@ def write(outcomes: Sequence[Outcome]) -> None:
 
 
 def quickest(count: int) -> list[str]:
-    """Tests of this PyTorch that passed with gradwire on two ranks, and took the least time.
-
-    Their times are those with this version, or with the newest that was run.
-    """
+    """Tests that passed with gradwire on two ranks with this PyTorch, and took the least time."""
     results, here = kept(), set(names())
     version = ".".join(TORCH.split(".")[:2])
     outcomes = results.get(version) or results[next(reversed(results))]
@@ -146,7 +138,6 @@ def quickest(count: int) -> list[str]:
 
 
 def page() -> str:
-    """All results."""
     lines = [
         "# PyTorch's own tests of DDP",
         "",
@@ -160,7 +151,6 @@ def page() -> str:
 
 
 def section(version: str, outcomes: Sequence[Outcome]) -> str:
-    """The results with one version of PyTorch."""
     cells = {(o.test, (o.side, o.ranks)): o for o in outcomes}
     ranks = sorted({o.ranks for o in outcomes})
     columns = [(side, count) for side in SIDES for count in ranks]
@@ -195,7 +185,6 @@ def first_line(text: str) -> str:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--tests", nargs="*", default=[], help="only these")
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 3])

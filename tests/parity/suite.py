@@ -19,8 +19,6 @@ import torch
 
 from gradwire import compat
 
-__all__ = ["names", "run"]
-
 ABOUT = ("DistributedDataParallel", "DDP", "_broadcast_coalesced", "_compute_bucket_assignment")
 """A test is about data parallelism if it, or a helper that it calls, mentions one of these."""
 FACTORIES = (
@@ -87,7 +85,6 @@ def the_class() -> Any:
 
 
 def names() -> list[str]:
-    """The suite's tests that are about data parallelism, in its order."""
     import ast
     import inspect
 
@@ -137,7 +134,6 @@ def cpu_stands_in() -> None:
 
 
 def is_device(value: object) -> bool:
-    """Whether an argument of `.to` or `device=` names an accelerator."""
     if isinstance(value, str | torch.device):
         return torch.device(value).type == "cuda"
     return isinstance(value, int) and not isinstance(value, bool)
@@ -180,8 +176,6 @@ def moving_nowhere(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_the_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """A wrapper's constructor without the devices that it is told to use."""
-
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in ("device_ids", "output_device"):

@@ -75,7 +75,6 @@ def test_frameworks(run, places, tmp_path, package, program, args):
 
 
 def start_tasks(site, tmp_path, variables, *arguments):
-    """Start a process per task with its SLURM_PROCID, like srun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"

@@ -31,7 +31,6 @@ from gradwire.testing.worker import close_pool
 
 
 def every_op():
-    """Call each op once, on the default group and on another."""
     x, whole, world = torch.ones(2), torch.ones(4), dist.get_world_size()
     parts, rank = list(torch.ones(2 * world).chunk(world)), dist.get_rank()
     dist.all_reduce(x)
@@ -50,7 +49,6 @@ def every_op():
 
 
 def analysed(directory: str):
-    """Return the analysis of a directory of dumps by torch's analyzer."""
     arguments = config_manager.JobConfig().parse_args([directory])
     details, version = loader.read_dir(arguments)
     return builder.build_db(details, arguments, version)
@@ -267,7 +265,6 @@ print("ready", flush=True)
 
 
 def start_ranks(directory: Path, more: str):
-    """Start processes like a launcher, with a store in a file."""
     of_all = {"GRADWIRE_RECORDER": str(directory / "dumps"), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(

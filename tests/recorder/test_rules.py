@@ -17,7 +17,6 @@ FILE = "/home/me/train.py"
 
 
 def call(number: int, at: float, *, line: int = 10, ended: float = 0, done: bool = True, size=4):
-    """Return a collective that began at a time in seconds."""
     return {
         "record_id": number,
         "process_group": ("0", "default_pg"),
@@ -40,21 +39,17 @@ def call(number: int, at: float, *, line: int = 10, ended: float = 0, done: bool
 
 
 def exit_call(line: int, code: int, text: str = "", file: object = FILE):
-    """Return a call of sys.exit."""
     lines = [{"name": "main", "filename": str(file), "line": line}]
     return {"how": "sys.exit", "code": code, "text": text, "lines": lines}
 
 
 def error(at: float, kind="RuntimeError", message="bad", *, line=10, **more: Any):
-    """Return an uncaught error at a time in seconds."""
     lines = [{"name": "step", "filename": FILE, "line": line}]
     fields = {"kind": "uncaught", "type": kind, "message": message, "parameters": ()}
     return fields | {"time": int(at * SECOND), "lines": lines} | more
 
 
 class Run:
-    """Directory of dumps of a run of some ranks."""
-
     def __init__(self, directory: Path, world: int) -> None:
         self.directory, self.world = directory, world
 

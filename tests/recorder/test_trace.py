@@ -33,7 +33,6 @@ STEPS = 3
 
 
 def spin(seconds):
-    """Use CPU time."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
@@ -247,7 +246,6 @@ def test_recording_stops_after_the_block():
 
 @pytest.mark.parametrize("skew", [0, 12_345_678, -5_000_000_000])
 def test_clock_offset_between_hosts_is_within_its_error(skew):
-    """The error of the offset bounds its deviation from the truth."""
     store = dist.HashStore()
     found = {}
 

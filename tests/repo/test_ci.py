@@ -22,7 +22,6 @@ PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def matrix(name: str) -> list[str]:
-    """The versions of one kind that the workflow combines."""
     (row,) = re.findall(rf"^ +{name}: \[(.*)\]$", WORKFLOW, re.MULTILINE)
     return re.findall(r'"([\d.]+)"', row)
 
@@ -60,7 +59,6 @@ def test_always(): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A directory with our conftest and settings, and tests of its own."""
     for name, content in (
         ("pyproject.toml", PROJECT.replace('testpaths = ["tests"]', "")),
         ("conftest.py", (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")),
@@ -71,7 +69,6 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def names(suite: pytest.Pytester, *options: str) -> list[str]:
-    """The tests that pytest chooses there."""
     result = suite.runpytest_inprocess("--collect-only", "-q", *options)
     assert result.ret == 0
     return [line.partition("::")[2] for line in result.outlines if "::" in line]
@@ -114,7 +111,6 @@ LICENCE = "gradwire-1.dist-info/licenses/LICENSE"
 def complaints(
     directory: Path, wheel: Iterable[str], sdist: Iterable[str], command: str = COMMAND
 ) -> str:
-    """What the check says of packages with these files."""
     with zipfile.ZipFile(directory / "gradwire-1-py3-none-any.whl", "w") as archive:
         archive.writestr("gradwire-1.dist-info/entry_points.txt", command)
         for name in wheel:

@@ -48,7 +48,6 @@ def commands(page: str) -> list[str]:
 
 
 def save_files(page: str, folder: Path) -> None:
-    """Write the page's script, or else that of the tutorial."""
     text = (DOCS / page).read_text(encoding="utf-8")
     tutorial = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     for name, script in SAVED.findall(text) or TITLED.findall(tutorial):

@@ -56,7 +56,6 @@ IDIOM = re.compile("|".join(IDIOMS), re.IGNORECASE)
 
 
 def files(root: str) -> list[Path]:
-    """Return the sources or pages below a folder, or the page itself."""
     path = ROOT / root
     return [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
 

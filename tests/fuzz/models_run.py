@@ -1,4 +1,4 @@
-"""One rank's part of a case: three copies of the model, trained side by side.
+"""Runs models, many in one call of the ranks: three copies of each, trained side by side.
 
 Each step's gradients, outputs, activations and what hooks saw are compared with those of the naive
 copy, whose gradients share memory with nothing. Then all go on from the naive copy's weights.
@@ -6,10 +6,18 @@ copy, whose gradients share memory with nothing. Then all go on from the naive c
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import inspect
+import pickle
+import tempfile
+import traceback
 import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fuzz.containers import plain, wrapped
-from fuzz.plan import VIEW, Plan, Step
-from fuzz.source import build
+from fuzz.models_plan import VIEW, Plan, Step, build, operations, uses_nothing
 from gradwire.ddp import DistributedDataParallel
-
-__all__ = ["Side", "differences", "reduce_naively"]
+from gradwire.ddp.buckets import assignment, packed
+from gradwire.errors import CollectiveTimeoutError
+from gradwire.testing import RankError, run_ranks
 
 THEIRS = nn.parallel.DistributedDataParallel
 EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
@@ -47,13 +55,7 @@ def number_of(at: tuple[int, int]) -> int:
 
 
 class Side:
-    """A copy of the model under one of the three.
-
-    Args:
-        plan: The case.
-        kind: "naive", "torch" or "ours".
-        group: What it communicates over.
-    """
+    """A copy of the model under "naive", "torch" or "ours"."""
 
     def __init__(self, plan: Plan, kind: str, group: Any) -> None:
         self.plan, self.kind, self.group = plan, kind, group
@@ -131,7 +133,6 @@ class Side:
                 p.grad = part.view(p.shape)
 
     def step(self, number: int, step: Step, batches: list[Tensor]) -> Seen:
-        """One training step's backwards; what could be seen of it."""
         self._zero(step)
         self.noted.clear()
         self.model.seen.clear()
@@ -192,7 +193,6 @@ class Side:
         ]
 
     def digest(self) -> int:
-        """Of the gradients' bits."""
         number = 0
         for p in self.parameters.values():
             if p.grad is not None:
@@ -243,7 +243,6 @@ def reduce_naively(side: Side) -> None:
 
 
 def differences(plan: Plan, wanted: Seen, got: Seen, scale: dict[str, float]) -> list[str]:
-    """What is not as it should be."""
     found = []
     for (label, want), (also, have) in zip(wanted, got, strict=False):
         name = label.split()[-1]
@@ -275,3 +274,195 @@ def _compare(plan: Plan, want: Tensor, have: Tensor, scale: float | None) -> str
 
 def _short(t: Tensor | None) -> str:
     return "None" if t is None else f"tensor of {tuple(t.shape)}"
+
+
+LR = 0.01
+LIMIT = 180
+"""Seconds that a case may take on a busy machine: what takes longer hangs."""
+
+
+@dataclass
+class Outcome:
+    """Where ours or PyTorch's is not as the naive average; `invalid` if the naive run fails."""
+
+    problems: list[str] = field(default_factory=list)
+    torch: list[str] = field(default_factory=list)
+    invalid: str = ""
+
+
+def suits_torch(plan: Plan) -> bool:
+    """Whether PyTorch's class can be run: it ends in a hang or crash where ranks use other parts.
+
+    With find_unused_parameters it refuses reentrant checkpoints, and parameters that only the loss
+    uses, on the ranks that have them; a rank that uses none at all sends nothing.
+    """
+    kinds = {op.kind for op in operations(plan.ops)}
+    return not plan.options.get("find_unused_parameters") or not (
+        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
+    )
+
+
+class _Case:
+    def __init__(self, plan: Plan, control: dist.ProcessGroup, theirs: dist.ProcessGroup) -> None:
+        self.plan, self.control, self.theirs = plan, control, theirs
+        self.kinds = ["naive", "ours", *(["torch"] if suits_torch(plan) else [])]
+        self.outcome = Outcome()
+        self.broken = False
+
+    def agreed(self, problem: str) -> str:
+        """The first problem that any rank has."""
+        problems: list[str] = [""] * self.plan.ranks
+        dist.all_gather_object(problems, problem, group=self.control)
+        return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
+
+    def attempt(self, what: object, kind: str) -> tuple[object, str]:
+        """The result, or the error of whichever rank had one."""
+        result, problem = None, ""
+        try:
+            result = what()  # type: ignore[operator]
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"{kind}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        return result, self.agreed(problem)
+
+    def run(self) -> Outcome:
+        """All steps, or those until something is wrong."""
+        made: list[Side] = []
+        try:
+            return self._run(made)
+        finally:
+            for side in made:
+                side.close()
+
+    def _run(self, made: list[Side]) -> Outcome:
+        sides: dict[str, Side] = {}
+        for kind in self.kinds:
+            group = {"ours": dist.group.WORLD, "torch": self.theirs}.get(kind, self.control)
+            side, problem = self.attempt(lambda k=kind, g=group: Side(self.plan, k, g), kind)
+            if not problem:
+                assert isinstance(side, Side)
+                sides[kind] = side
+                made.append(side)
+            elif self.note(kind, problem):
+                return self.outcome
+        generator = torch.Generator().manual_seed(self.plan.seed * 16 + dist.get_rank())
+        for number, step in enumerate(self.plan.steps):
+            batches = [torch.randn(16, generator=generator) for _ in range(step.local + 2)]
+            if self.step(sides, number, step, batches):
+                break
+            self.optimize(sides)
+        for kind, side in sides.items():
+            if changed := self.agreed(", ".join(side.changed())):
+                self.note(kind, changed)
+        return self.outcome
+
+    def step(self, sides: dict[str, Side], number: int, step: object, batches: object) -> bool:
+        """A step of all sides; whether to stop."""
+        seen, found = {}, {}
+        for kind, side in sides.items():
+            seen[kind], problem = self.attempt(lambda s=side: s.step(number, step, batches), kind)
+            if kind != "naive" and not problem:
+                off = differences(self.plan, seen["naive"], seen[kind], sides["naive"].scale)
+                problem = self.agreed(f"step {number}: {'; '.join(off)}" if off else "")
+            if problem:
+                found[kind] = problem
+                if kind == "naive":
+                    break
+        refused = "got a gradient twice in one backward" in found.get("ours", "")
+        if refused and ("torch" not in sides or "torch: " in found.get("torch", "")):
+            # parameters in several reentrant checkpoints
+            found = {"naive": f"both refuse: {found['ours'][:60]}"}
+        for kind, problem in found.items():
+            del sides[kind]
+            if self.note(kind, problem):
+                return True
+        return (
+            "ours" in sides and self.plan.hook is None and self.ranks_differ(sides["ours"], number)
+        )
+
+    def ranks_differ(self, side: Side, number: int) -> bool:
+        """Whether gradients are not the same, to the bit, on all ranks."""
+        digest = torch.tensor([side.digest(), -side.digest()])
+        dist.all_reduce(digest, op=dist.ReduceOp.MAX, group=self.control)
+        differ = bool(digest.sum())
+        return differ and self.note("ours", f"step {number}: the ranks' gradients differ")
+
+    def note(self, kind: str, problem: str) -> bool:
+        if kind == "naive":
+            self.outcome.invalid = problem
+        elif kind == "torch":
+            self.outcome.torch.append(problem)
+        else:
+            self.outcome.problems.append(problem)
+        return kind != "torch"
+
+    def optimize(self, sides: dict[str, Side]) -> None:
+        with torch.no_grad():
+            for name, p in sides["naive"].parameters.items():
+                if p.grad is not None:
+                    size = max(1.0, p.grad.to_dense().abs().max().item())
+                    p -= LR / size * p.grad.to_dense()
+                for side in sides.values():
+                    if side.parameters[name] is not p:
+                        side.parameters[name].copy_(p)
+
+
+@contextlib.contextmanager
+def _as_if_large(seed: int) -> Iterator[None]:
+    """Treat gradients of a third of the cases as large, and of another as on an accelerator."""
+    with contextlib.ExitStack() as stack:
+        patch = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
+        if seed % 3 == 1:
+            patch(packed, "AT_ONCE_BYTES", 40)
+            patch(assignment, "IN_PLACE_BYTES", 100)
+        elif seed % 3 == 2:
+            patch(packed, "CACHED", ())
+            patch(packed, "MOVE_BYTES", 40)
+            patch(assignment.BucketSet, "_on_cpu", False)
+        yield
+
+
+def _on_ranks(plans: Sequence[Plan], path: str) -> None:
+    """Run plans up to one that leaves groups in doubt; one that hangs ends the process."""
+    control, theirs = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    if plans[0].device != "cpu":  # else copies of a model have different gradients on one rank
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with open(path, "ab", buffering=0) as file:
+        for plan in plans:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            with _as_if_large(plan.seed):
+                outcome = _Case(plan, control, theirs).run()
+            faulthandler.cancel_dump_traceback_later()
+            if dist.get_rank() == 0:
+                pickle.dump(outcome, file)
+            raised = any("torch: " in problem for problem in outcome.torch)
+            if outcome.problems or raised or outcome.invalid:
+                break
+
+
+def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
+    """What is wrong with the first plans, up to one after which ranks have to be restarted."""
+    with tempfile.NamedTemporaryFile() as results:
+        ended = ""
+        try:
+            run_ranks(
+                _on_ranks,
+                plans[0].ranks,
+                args=(plans, results.name),
+                backend=backend,
+                timeout=(LIMIT + 5.0) * len(plans),
+            )
+        except (CollectiveTimeoutError, RankError) as error:
+            ended = f"{type(error).__name__}: {str(error)[:1500]}"
+        outcomes = []
+        while True:
+            try:
+                outcomes.append(pickle.load(results))
+            except EOFError:
+                break
+    if ended and len(outcomes) < len(plans):
+        outcomes.append(Outcome([ended]))
+    return [
+        "\n".join(found.problems) or (found.invalid and f"invalid: {found.invalid}")
+        for found in outcomes
+    ]
