@@ -66,32 +66,22 @@ def test_groups_report_gloo(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_groups_share_memory(run):
-    ended = run(SHM, ranks=2, **ON)
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize(("variables", "error"), [(ON, ""), ({}, "AssertionError")])
+def test_groups_share_memory_only_if_asked(run, variables, error):
+    ended = run(SHM, ranks=2, **variables)
+    assert bool(ended.returncode) == bool(error), ended.stderr
+    assert error in ended.stderr
 
 
-@pytest.mark.wide
-def test_off_by_default(run):
-    ended = run(SHM, ranks=2)
-    assert "AssertionError" in ended.stderr
+INSTEAD = {
+    **dict.fromkeys(["gloo", "undefined", "cpu:gloo", "cpu:gloo,cuda:gloo"], "shm"),
+    "cpu:gloo,cuda:nccl": "cpu:shm,cuda:nccl",
+    "cpu:gloo,meta:fake": "cpu:shm,meta:fake",
+    **{name: name for name in ("cuda:gloo", "nccl", "shm", "cpu:mpi,cuda:gloo")},
+}
 
 
-@pytest.mark.parametrize(
-    ("asked", "instead"),
-    [
-        ("gloo", "shm"),
-        ("undefined", "shm"),
-        ("cpu:gloo", "shm"),
-        ("cpu:gloo,cuda:gloo", "shm"),
-        ("cpu:gloo,cuda:nccl", "cpu:shm,cuda:nccl"),
-        ("cpu:gloo,meta:fake", "cpu:shm,meta:fake"),
-        ("cuda:gloo", "cuda:gloo"),
-        ("nccl", "nccl"),
-        ("shm", "shm"),
-        ("cpu:mpi,cuda:gloo", "cpu:mpi,cuda:gloo"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "instead"), INSTEAD.items())
 def test_backend_without_accelerators(monkeypatch, asked, instead):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *a, **k: None)

@@ -44,30 +44,47 @@ def test_unmodified_script_runs_on_shm(run):
     assert "shm" in ended.stdout
 
 
-@pytest.mark.wide
-def test_importing_gradwire_afterwards_has_no_effect(run):
-    ended = run(
-        "import torch\n"
-        "plugin = torch.distributed.Backend._plugins['SHM']\n"
-        "import gradwire.shm\n"
-        "gradwire.shm.register()\n"
-        "assert torch.distributed.Backend._plugins['SHM'] is plugin\n"
-        "assert torch.distributed.Backend.backend_list.count('shm') == 1\n"
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+CLASS = "\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)"
+OURS, THEIRS = "gradwire.compat.ddp\n", "torch.nn.parallel.distributed\n"
+ON = {"GRADWIRE_COMPAT": "1"}
+AFTERWARDS = """
+import torch
+plugin = torch.distributed.Backend._plugins["SHM"]
+import gradwire.shm
+gradwire.shm.register()
+assert torch.distributed.Backend._plugins["SHM"] is plugin
+assert torch.distributed.Backend.backend_list.count("shm") == 1
+"""
+WITHOUT_AUTOLOAD = """
+import torch
+assert "shm" not in torch.distributed.Backend.backend_list
+import gradwire
+assert "shm" in torch.distributed.Backend.backend_list
+"""
+COLLECTIVES = """
+from torch.distributed.nn.functional import all_reduce
+assert all_reduce.__module__ == "gradwire.compat.collectives"
+"""
+SCRIPTS = {
+    "importing gradwire afterwards has no effect": (AFTERWARDS, {}, ""),
+    "import gradwire registers shm without autoload": (
+        WITHOUT_AUTOLOAD, ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ""
+    ),
+    "import torch installs compat": (CLASS, ON, OURS),
+    "gradwire first": ("import gradwire" + CLASS + COLLECTIVES, ON, OURS),
+    "a module of it first": ("import gradwire.shm.register" + CLASS + COLLECTIVES, ON, OURS),
+    "compat is off by default": (CLASS, {}, THEIRS),
+    "compat is 0": (CLASS, {"GRADWIRE_COMPAT": "0"}, THEIRS),
+    "compat is empty": (CLASS, {"GRADWIRE_COMPAT": ""}, THEIRS),
+}  # fmt: skip
 
 
 @pytest.mark.wide
-def test_import_gradwire_registers_shm_without_autoload(run):
-    ended = run(
-        "import torch\n"
-        "assert 'shm' not in torch.distributed.Backend.backend_list\n"
-        "import gradwire\n"
-        "assert 'shm' in torch.distributed.Backend.backend_list\n",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        GRADWIRE_COMPAT="1",
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_effects_of_imports(run, name):
+    script, variables, printed = SCRIPTS[name]
+    ended = run(script, **variables)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
 
 
 @pytest.mark.wide
@@ -90,38 +107,6 @@ dist.destroy_process_group()
     assert without.returncode == 0, without.stderr
     assert with_ours.stdout == without.stdout
     assert ("No backend" in with_ours.stderr) == ("No backend" in without.stderr)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("first", ["gradwire", "gradwire.shm.register"])
-def test_compat_is_installed_in_any_import_order(run, first):
-    ended = run(
-        f"import {first}\n"
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "from torch.distributed.nn.functional import all_reduce\n"
-        "print(DDP.__module__, all_reduce.__module__)\n",
-        GRADWIRE_COMPAT="1",
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "gradwire.compat.ddp gradwire.compat.collectives\n"
-
-
-@pytest.mark.wide
-def test_import_torch_installs_compat(run):
-    ended = run(
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)",
-        GRADWIRE_COMPAT="1",
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gradwire.compat.ddp\n", "")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("off", [{}, {"GRADWIRE_COMPAT": "0"}, {"GRADWIRE_COMPAT": ""}])
-def test_compat_is_off_by_default(run, off):
-    ended = run(
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)", **off
-    )
-    assert (ended.stdout, ended.stderr) == ("torch.nn.parallel.distributed\n", "")
 
 
 @pytest.mark.wide

@@ -14,7 +14,7 @@ from fuzz import (
     models_plan,
     models_run,
     programs,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Kind:
 
 KINDS = {
     "models": Kind(models_plan.make_plan, models_run.run_batch, models_plan.shown),
-    "small-models": Kind(
-        partial(models_plan.make_plan, small=True), models_run.run_batch, models_plan.shown
-    ),
+    "small-models": Kind(models_plan.make_small_plan, models_run.run_batch, models_plan.shown),
     "programs": Kind(programs.make_plan, programs.run_batch),
     "groups": Kind(groups.make_plan, groups.run_batch),
     "collectives": Kind(

@@ -112,15 +112,19 @@ def assert_same_bits(tensor, name=""):
     assert all(other == held[0] for other in held), f"{name} differs between ranks"
 
 
+def backward(net, twin, number=0, *, tolerance=EXACT, tolerant=False, **forward):
+    """Compare the gradients of a step with the mean of the twin's."""
+    for module in (net, twin):
+        module.zero_grad()
+        module(batch(number), **forward).square().mean().backward()
+    average(twin, tolerant=tolerant)
+    assert_same(net, twin, tolerance=tolerance)
+
+
 def train(net, twin, *, steps=4, tolerance=EXACT, tolerant=False, **forward):
     """Take steps with a wrapper and with its twin, and compare gradients after each."""
     for number in range(steps):
-        x = batch(number)
-        for module in (net, twin):
-            module.zero_grad()
-            module(x, **forward).square().mean().backward()
-        average(twin, tolerant=tolerant)
-        assert_same(net, twin, tolerance=tolerance)
+        backward(net, twin, number, tolerance=tolerance, tolerant=tolerant, **forward)
         with torch.no_grad():
             for p, q in zip(net.parameters(), twin.parameters(), strict=True):
                 if q.grad is not None:

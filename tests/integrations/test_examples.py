@@ -22,14 +22,13 @@ NEEDS = {
 }
 
 
-def run_example(name: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def run_example(*command: str, timeout: float) -> str:
     ended = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py")],
+        [sys.executable, *command],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -42,7 +41,8 @@ def test_an_example_learns(name: str) -> None:
     package, says = NEEDS[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    output = run_example(name)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = run_example(*torchrun, str(EXAMPLES / f"{name}.py"), timeout=100)
     found = re.search(rf"{re.escape(says)}: ([\d.]+)%", output)
     assert found, output
     assert float(found[1]) > 95
@@ -52,17 +52,9 @@ def test_an_example_learns(name: str) -> None:
 @pytest.mark.timeout(250)
 def test_killed_processes_leave_the_parameters_equal() -> None:
     pytest.importorskip("sklearn")
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_through_kills.py"), "--steps", "100"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "SIGKILL" in ended.stdout
-    assert "equal, bit for bit" in ended.stdout
+    output = run_example(str(EXAMPLES / "train_through_kills.py"), "--steps", "100", timeout=200)
+    assert "SIGKILL" in output
+    assert "equal, bit for bit" in output
 
 
 @pytest.mark.wide
@@ -70,16 +62,8 @@ def test_killed_processes_leave_the_parameters_equal() -> None:
 def test_ray_actors_train_on_when_one_is_killed() -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_with_ray.py")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "members: [" in ended.stdout
+    output = run_example(str(EXAMPLES / "train_with_ray.py"), timeout=180)
+    assert "members: [" in output
 
 
 def test_every_framework_s_example_is_run() -> None:

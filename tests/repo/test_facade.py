@@ -36,21 +36,6 @@ def test_the_facade_has_what_most_scripts_need() -> None:
     ]
 
 
-@pytest.mark.wide
-def test_the_packages_are_there_without_another_import() -> None:
-    """As the facade's docstring says: `gradwire.hooks.fp16` after `import gradwire`."""
-    code = "import gradwire as g; g.collectives.shift, g.hooks.fp16, g.ddp, g.devices, g.errors"
-    subprocess.check_call([sys.executable, "-c", code], timeout=60)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("first", ["", "import torch"])
-def test_the_other_packages_are_imported_on_first_use(first: str) -> None:
-    code = "import sys, gradwire as g; assert 'gradwire.elastic' not in sys.modules; "
-    code += "g.elastic.join, g.local_sgd.diloco, g.compat.install, g.testing.run_ranks"
-    subprocess.check_call([sys.executable, "-c", f"{first}\n{code}"], timeout=60)
-
-
 LAZY = """
 import sys
 import gradwire
@@ -75,25 +60,35 @@ assert "shm" in sys.modules["torch"].distributed.Backend.backend_list
 """
 
 
-@pytest.mark.wide
-def test_names_are_imported_when_they_are_used(run: Run) -> None:
-    assert run(LAZY).returncode == 0
+PACKAGES = """
+import sys, gradwire as g
+assert "gradwire.elastic" not in sys.modules
+g.collectives.shift, g.hooks.fp16, g.ddp, g.devices, g.errors
+g.elastic.join, g.local_sgd.diloco, g.compat.install, g.testing.run_ranks
+"""
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("first", "variables"),
+    ("script", "variables"),
     [
-        ("import torch", {}),
-        ("", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
-        ("", {"GRADWIRE_COMPAT": "1"}),
-        ("import gradwire.hooks", {"GRADWIRE_COMPAT": "1", "PYTHONWARNINGS": "error"}),
+        (LAZY, {}),
+        (PACKAGES, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+        ("import torch" + PACKAGES, {}),
+        (EAGER.format(first="import torch"), {}),
+        (EAGER.format(first=""), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+        (EAGER.format(first=""), {"GRADWIRE_COMPAT": "1"}),
+        (
+            EAGER.format(first="import gradwire.hooks"),
+            {"GRADWIRE_COMPAT": "1", "PYTHONWARNINGS": "error"},
+        ),
     ],
 )
-def test_they_are_imported_at_once_where_something_depends_on_it(
-    run: Run, first: str, variables: dict[str, str]
+def test_names_are_imported_on_first_use_or_at_once_where_something_depends_on_it(
+    run: Run, script: str, variables: dict[str, str]
 ) -> None:
-    assert run(EAGER.format(first=first), **variables).returncode == 0
+    ended = run(script, **variables)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("name", MODULES)
