@@ -19,7 +19,6 @@ from gradwire.elastic import snapshot
 from gradwire.elastic.kept import Kept
 from gradwire.errors import (
     ArgumentError,
-    DistributedError,
     MismatchError,
     NotKeptWarning,
     NotSupportedError,
@@ -385,12 +384,6 @@ def test_large_models_arrive_with_their_version_of_the_format() -> None:
     assert torch.equal(net.weight, other.weight)
     assert int(other.num_batches_tracked) == 7
     assert other.weight.data_ptr() != net.weight.data_ptr()
-
-
-def test_large_tensors_of_invalid_sizes_are_refused() -> None:
-    for described in ([[-4, 2], "float32"], [[1 << 45], "float32"], [[4], "nn"]):
-        with pytest.raises(DistributedError, match="rank 0 sends a state with tensors"):
-            snapshot._new_tensors([described])  # type: ignore[list-item]
 
 
 def test_a_model_of_another_dtype_is_named() -> None:

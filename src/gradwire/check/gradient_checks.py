@@ -219,21 +219,17 @@ def _scaling_line(near: str, division: bool) -> str:
         return ""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            targets, values = [node.targets[0]], [node.value]
-            if isinstance(targets[0], ast.Tuple) and isinstance(values[0], ast.Tuple):
-                targets, values = targets[0].elts, values[0].elts
-            for target, value in zip(targets, values, strict=False):
-                if _means_world_size(value, set()):
-                    names.add(ast.unparse(target))
-    op = ast.Div if division else ast.Mult
+        if isinstance(node, ast.Assign) and _means_world_size(node.value, set()):
+            names.update(map(ast.unparse, getattr(node.targets[0], "elts", node.targets)))
     for node in _function_around(tree, int(number)):
-        sides: list[tuple[ast.expr, ast.expr]] = []
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, op):
-            sides = [(node.target, node.value)]
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, op):
-            sides = [(node.left, node.right)] + [(node.right, node.left)] * (not division)
-        for loss, by in sides:
+        match node:
+            case ast.AugAssign(target, op, value):
+                sides: list[tuple[ast.expr, ast.expr]] = [(target, value)]
+            case ast.BinOp(left, op, right):
+                sides = [(left, right), (right, left)]
+            case _:
+                continue
+        for loss, by in sides if isinstance(op, ast.Div if division else ast.Mult) else ():
             text = ast.unparse(loss).lower()
             local = "item(" in text or "detach(" in text  # a number to report
             if "loss" in text and not local and _means_world_size(by, names):

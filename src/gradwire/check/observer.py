@@ -47,7 +47,7 @@ class Observer:
         self.busy = False
         self._thread = 0
         self._failed: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
+        self.undo: list[Callable[[], None]] = []  # called when observing ends
 
     def __enter__(self) -> Observer:
         # of torch.compile, about the hook that watches calls; it does nothing in graphs
@@ -61,8 +61,8 @@ class Observer:
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self.emit("end" if ended_well else "error", error="" if ended_well else repr(error)[:500])
         self.active = False
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
         self._file.close()
 
     def emit(self, kind: str, *, line: str | None = None, **fields: Any) -> None:
@@ -117,7 +117,7 @@ class Observer:
         for each in owners:
             if getattr(each, name, None) is original:
                 setattr(each, name, patched)
-                self._undo.append(functools.partial(undo, each))
+                self.undo.append(functools.partial(undo, each))
 
     def around(
         self,
@@ -141,10 +141,6 @@ class Observer:
             return called
 
         self.patch(owner, name, make)
-
-    def undo_at_end(self, undo: Callable[[], None]) -> None:
-        """Call a function when observing ends."""
-        self._undo.append(undo)
 
 
 @runs_outside_contexts

@@ -157,19 +157,19 @@ class Run:
         """Return True if a hook of the program's own replaces the mean of the gradients."""
         return any(e["hooked"] for events in self.steps("stepped", model) for e in events)
 
-    def epochs(self, rank: int) -> dict[tuple[int, int], Epoch]:
+    def epochs(self, rank: int) -> dict[Any, Epoch]:
         """Return a rank's iterations of data loaders, by loader and number."""
-        found: dict[tuple[int, int], Epoch] = {}
+        found: dict[Any, Epoch] = {}
         latest: Epoch | None = None
         for event in self.events[rank]:
-            kind = event["kind"]
+            kind, key = event["kind"], (event.get("loader"), event.get("epoch"))
             if kind == "epoch":
-                found[event["loader"], event["epoch"]] = Epoch(event)
-            elif kind == "batch" and (event["loader"], event["epoch"]) in found:
-                latest = found[event["loader"], event["epoch"]]
+                found[key] = Epoch(event)
+            elif kind == "batch" and key in found:
+                latest = found[key]
                 latest.batches.append(event)
-            elif kind == "exhausted" and (event["loader"], event["epoch"]) in found:
-                found[event["loader"], event["epoch"]].exhausted = event["batches"]
+            elif kind == "exhausted" and key in found:
+                found[key].exhausted = event["batches"]
             elif kind == "forward" and event["gradients"] and latest is not None:
                 latest.trained += 1
         return found
@@ -242,16 +242,9 @@ class Check:
         self, summary: str, at: Event, ranks: Sequence[int], *, line: str = "", tensor: str = ""
     ) -> Finding:
         """Return a finding at an event."""
-        return Finding(
-            self.name,
-            self.finds,
-            summary,
-            self.remedy,
-            tuple(ranks),
-            line or at["line"],
-            tensor,
-            at["step"],
-        )
+        line, step = line or at["line"], at["step"]
+        about = self.name, self.finds, summary, self.remedy
+        return Finding(*about, tuple(ranks), line, tensor, step)
 
 
 def choose(

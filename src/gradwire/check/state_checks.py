@@ -19,19 +19,16 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event] | None:
+def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event]:
     """Return parameters that get gradients, are in no optimizer and never change."""
     steps = [events[0] for events in run.steps("stepped", model)]
-    if len(steps) < _FEWEST or not all(step["unowned"] for step in steps):
-        return None
+    if len(steps) < _FEWEST or steps[0]["names"] != steps[-1]["names"]:
+        return [], {}
     first, last = steps[0], steps[-1]
-    if first["names"] != last["names"]:
-        return None
     same = zip(first["names"], first["parameters"], last["parameters"], strict=True)
     still = {name for name, a, b in same if a == b is not None}
     still = still.intersection(*(step["unowned"] for step in steps))
-    left = [name for name in first["names"] if name in still]
-    return (left, steps[0]) if left else None
+    return [name for name in first["names"] if name in still], first
 
 
 class StaleOptimizer(Check):
@@ -47,13 +44,10 @@ class StaleOptimizer(Check):
     explains = ("no-optimizer",)
 
     def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        found = _left_out(run, model)
-        if found is not None:
-            left, at = found
-            foreign = at["foreign"]
-            if foreign >= len(left):
-                text = f"the optimizer has {foreign} parameters that the model does not have"
-                yield self.found(text, at, model.ranks, tensor=_shown(left))
+        left, at = _left_out(run, model)
+        if left and at["foreign"] >= len(left):
+            text = f"the optimizer has {at['foreign']} parameters that the model does not have"
+            yield self.found(text, at, model.ranks, tensor=_shown(left))
 
 
 class NoOptimizer(Check):
@@ -67,9 +61,8 @@ class NoOptimizer(Check):
     remedy = "Pass them to the optimizer, or set requires_grad=False before wrapping"
 
     def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        found = _left_out(run, model)
-        if found is not None and len(found[0]) < len(model.names) / 2:
-            left, at = found
+        left, at = _left_out(run, model)
+        if left and len(left) < len(model.names) / 2:
             text = f"{len(left)} of {len(model.names)} parameters never change"
             yield self.found(text, at, model.ranks, tensor=_shown(left))
 
@@ -303,8 +296,7 @@ class BatchNorm(Check):
             [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
             for rank in model.ranks
         ]
-        few = all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls)
-        if few:
+        if all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls):
             at = calls[0][0]
             names = sorted({e["name"] for c in calls for e in c})
             text = f"{at['samples']} samples per rank"
@@ -336,24 +328,17 @@ class EvaluationOnOneRank(Check):
                 for step, event in evaluations[a].items():
                     if not event["sends_buffers"]:
                         continue
-                    without = [
-                        b
-                        for b in model.ranks
-                        if step not in evaluations[b] and self._goes_on(run, model, b, step)
-                    ]
-                    if without:
+                    others = [b for b in model.ranks if step not in evaluations[b]]
+                    if without := [b for b in others if self._goes_on(run, b, step)]:
                         text = f"rank {a} evaluates after step {step}, ranks {without} do not"
                         yield self.found(text, event, (a,))
                         return
 
-    def _goes_on(self, run: Run, model: Replicas, rank: int, step: int) -> bool:
+    def _goes_on(self, run: Run, rank: int, step: int) -> bool:
         """Return True if a rank trained, waited at a barrier or ended after its step."""
-        for event in run.events[rank]:
-            if event["kind"] == "forward" and event["gradients"] and event["step"] == step:
-                return True
-            if event["kind"] in ("barrier", "end") and event["step"] == step:
-                return True
-        return False
+        events = [event for event in run.events[rank] if event["step"] == step]
+        trains = any(event["kind"] == "forward" and event["gradients"] for event in events)
+        return trains or any(event["kind"] in ("barrier", "end") for event in events)
 
 
 class SlowSave(Check):

@@ -84,7 +84,6 @@ class Training:
         self._made = 0
         self.inside: list[Model] = []  # whose forward is running, innermost last
         self.in_backward = False
-        self._scheduling = False
         self._saving_since = 0.0
         # outputs and inputs of this step's gathers whose inputs need gradients
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
@@ -96,9 +95,13 @@ class Training:
         observer.around(Reducer, "weight", before=lambda *_: observer.emit("weight"))
         observer.patch(torch.autograd, "backward", self._make_backward)
         observer.around(Optimizer, "__init__", after=lambda _, own, *a, **k: self._number(own))
+
+        def scheduled(*_: Any, **__: Any) -> None:
+            observer.emit("schedule")
+
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
-                observer.patch(scheduler, "step", self._make_schedule)
+                observer.around(scheduler, "step", after=scheduled)
         for name in _WAITING:
             if hasattr(dist, name):
                 observer.patch((dist, c10d), name, self._make_collective(name))
@@ -106,13 +109,11 @@ class Training:
             observer.patch((utils, clip_grad), name, self._make_clip(name))
         observer.around(torch, "save", before=self._saving, after=self._saved)
         observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
-        hooks = (
-            register_module_forward_pre_hook(self._called),
-            register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)),
-            register_optimizer_step_post_hook(lambda own, *_: self._stepped(own)),
-        )
-        for hook in hooks:
-            observer.undo_at_end(hook.remove)
+        observer.undo += [
+            register_module_forward_pre_hook(self._called).remove,
+            register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)).remove,
+            register_optimizer_step_post_hook(lambda own, *_: self._stepped(own)).remove,
+        ]
 
     # -- wrappers ----------------------------------------------------------------------------
 
@@ -193,16 +194,13 @@ class Training:
             for model in self.models.values():
                 wrapper = model.wrapper
                 if wrapper is not None and wrapper.module is module:
-                    self._observer.look(self._around, model)
+                    self._observer.look(self._observer.emit, "around", model=model.number)
 
     def _batch_norm(self, module: nn.Module, args: Any) -> None:
         if self._observer.step < _BATCH_NORM_STEPS and args and isinstance(args[0], Tensor):
             model, size = self.inside[-1], len(args[0])
             name = next((n for n, m in model.wrapper.module.named_modules() if m is module), "")
             self._observer.emit("batch_norm", model=model.number, name=name, samples=size)
-
-    def _around(self, model: Model) -> None:
-        self._observer.emit("around", model=model.number)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -305,23 +303,6 @@ class Training:
             "foreign": sum(i not in of_model for i in own),
             "hooked": model.hooked,
         }
-
-    def _make_schedule(self, original: Any) -> Any:
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._scheduling:  # a scheduler of schedulers
-                return original(scheduler, *args, **kwargs)
-            self._scheduling = True
-            try:
-                result = original(scheduler, *args, **kwargs)
-            finally:
-                self._scheduling = False
-            self._observer.look(self._scheduled)
-            return result
-
-        return step
-
-    def _scheduled(self) -> None:
-        self._observer.emit("schedule")
 
     # -- the program's own collectives, clipping and saving ----------------------------------
 

@@ -99,12 +99,12 @@ class Decided:
 
 @dataclass(frozen=True)
 class Formed:
-    """Form the group of a generation; `Formed` or `Lost` follows."""
+    """The group of the generation is formed."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """Send the state, or receive all of it; `Transferred` or `Lost` follows."""
+    """The state is sent, or received as a whole."""
 
 
 @dataclass(frozen=True)

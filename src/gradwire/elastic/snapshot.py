@@ -14,7 +14,6 @@ import contextlib
 import copy
 import io
 import json
-import math
 import pickle
 import re
 import shutil
@@ -36,13 +35,11 @@ from gradwire.ddp import broadcast_options
 from gradwire.errors import (
     ArgumentError,
     CheckpointError,
-    DistributedError,
     MismatchError,
     NotSupportedError,
 )
 
 PIECE_BYTES = 64 << 20
-MAX_BYTES = 1 << 42
 LARGE_BYTES = 64 << 10
 MAX_ACCELERATORS = 128
 """Maximum number of accelerators of a sender's host."""
@@ -215,7 +212,7 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
     """Broadcast a state from rank 0, and return it.
 
     Raises:
-        DistributedError: A member is lost, or the size is invalid.
+        DistributedError: A member is lost.
     """
 
     def send(tensor: Tensor) -> None:
@@ -225,10 +222,7 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
     def send_bytes(data: bytearray | None) -> bytearray:
         length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
         send(length)
-        size = int(length)
-        if not 0 < size <= MAX_BYTES:
-            raise DistributedError(f"rank 0 sends a state of {size} bytes")
-        memory = bytearray(size) if data is None else data
+        memory = bytearray(int(length)) if data is None else data
         send(torch.frombuffer(memory, dtype=torch.uint8))
         return memory
 
@@ -238,23 +232,11 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
         text = bytearray(json.dumps(described).encode())
     found = json.loads(send_bytes(text))
     header = send_bytes(None if own is None else own.header)
-    tensors = _new_tensors(found) if own is None else own.tensors
+    new = (torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found)
+    tensors = list(new) if own is None else own.tensors
     for tensor in tensors:
         send(tensor)
     return Snapshot(header, tensors)
-
-
-def _new_tensors(described: list[tuple[list[int], str]]) -> list[Tensor]:
-    """Return memory for tensors of these shapes and dtypes.
-
-    Raises:
-        DistributedError: They are invalid, or too large.
-    """
-    found: list[tuple[list[int], Any]] = [(s, getattr(torch, name, None)) for s, name in described]
-    valid = all(isinstance(d, torch.dtype) and all(n > 0 for n in shape) for shape, d in found)
-    if not valid or sum(math.prod(shape) for shape, _ in found) > MAX_BYTES:
-        raise DistributedError(f"rank 0 sends a state with tensors {described}")
-    return [torch.empty(shape, dtype=dtype) for shape, dtype in found]
 
 
 def save(
