@@ -1,10 +1,10 @@
 """A long run in which members are killed all the time: what its processes hold, over the time.
 
-`python -m elastic.soak --minutes 30 --out FILE` in the tests' folder; `--plot PNG FILE...` to draw
-it. Two members are never killed, one is killed again and again, and a new one takes its place
-each time; all share one host with the store, which the script serves. Every few seconds the memory,
-threads and descriptors of each process are written down. At the end, the weights after every 200
-steps are held against those of one member that is alone.
+`python -m elastic.soak --minutes 30 --out FILE` in the tests' folder. Two members are never killed,
+one is killed again and again, and a new one takes its place each time; all share one host with the
+store, which the script serves. Every few seconds the memory, threads and descriptors of each
+process are written down. At the end, the weights after every 200 steps are held against those of
+one member that is alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -28,12 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elastic.soaked import EVERY, STOP, Digest, member
-from elastic.worker import KINDS
+from elastic.kills import CONTEXT
+from elastic.worker import EVERY, KINDS, STOP, Digest, member_of_soak
 
 MEMBERS = 3
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.soaked"])
 
 
 class Held(NamedTuple):
@@ -77,7 +74,7 @@ class Soak:
         """Start one more."""
         receiver, sender = CONTEXT.Pipe(duplex=False)
         arguments = (self.store.port, self.started, *self._options, sender)
-        process = CONTEXT.Process(target=member, args=arguments, daemon=True)
+        process = CONTEXT.Process(target=member_of_soak, args=arguments, daemon=True)
         process.start()
         sender.close()
         self.processes[self.started], self.pipes[self.started] = process, receiver
@@ -110,7 +107,11 @@ class Soak:
         """Let the members stop at the same step."""
         last = max(found.steps for found in self.digests)
         self.store.set(STOP, str(last + 3 * EVERY))
-        until = time.monotonic() + 300
+        self.wait(300)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all members have stopped."""
+        until = time.monotonic() + seconds
         while running := [p for p in self.processes.values() if p.exitcode is None]:
             assert time.monotonic() < until, "members did not stop"
             wait([p.sentinel for p in running], timeout=1.0)
@@ -193,49 +194,10 @@ def soak(
 
 def alone(steps: int, kind: str) -> dict[int, str]:
     """The weights that one member alone has after every so many steps."""
-    receiver, sender = CONTEXT.Pipe(duplex=False)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set(STOP, str(steps))
-    arguments = (store.port, 0, 1, "shm", 0.0, kind, sender)
-    process = CONTEXT.Process(target=member, args=arguments, daemon=True)
-    process.start()
-    sender.close()
-    found = {}
-    with contextlib.suppress(EOFError):
-        while True:
-            digest = receiver.recv()
-            found[digest.steps] = digest.digest
-    process.join()
-    return found
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Memory, threads and descriptors over the time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
-    rows = figure.subplots(len(results), 3, squeeze=False)
-    for row, result in zip(rows, results, strict=True):
-        for axes, what in zip(row, ("memory", "threads", "descriptors"), strict=True):
-            _lines(axes, result, what)
-        row[0].set_ylabel(f"{result['backend']}, {result['kills']} kills")
-    rows[0][0].legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=80, metadata={"Software": None})
-
-
-def _lines(axes: Any, result: dict[str, Any], what: str) -> None:
-    held = [Held(*row) for row in result["held"]]
-    lived = [("store", "store")] + [(str(n), f"member {n}") for n in range(result["members"] - 1)]
-    scale = 1024 if what == "memory" else 1
-    for name, label in lived:
-        points = [(h.seconds / 60, getattr(h, what) / scale) for h in held if h.name == name]
-        axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
-    names = {name for name, _ in lived}
-    killed = [(h.seconds / 60, getattr(h, what) / scale) for h in held if h.name not in names]
-    axes.plot(*zip(*killed, strict=True), ".", markersize=2, color="grey", label="killed members")
-    axes.set_title("memory of its own, MiB" if what == "memory" else what)
-    axes.set_xlabel("minutes")
-    axes.set_ylim(bottom=0)
+    run = Soak("shm", 1, 0.0, kind)
+    run.store.set(STOP, str(steps))
+    run.wait(3600)
+    return {found.steps: found.digest for found in run.digests}
 
 
 def trend(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
@@ -260,12 +222,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of each step")
     parser.add_argument("--kill-every", type=float, default=4.0, help="seconds, on average")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw the results in these files instead")
-    parser.add_argument("results", type=Path, nargs="*")
     options = parser.parse_args()
-    if options.plot:
-        plot([json.loads(path.read_text()) for path in options.results], options.plot)
-        return
     result = soak(
         options.minutes,
         options.backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -82,18 +83,23 @@ def test_members_stop_at_the_same_step(model: Model) -> None:
     assert result.ends > 20
 
 
-def test_a_rendezvous_that_forgets_a_request_to_stop_is_found() -> None:
+@pytest.mark.parametrize(
+    ("forgotten", "found", "stops"),
+    [("steps", "with another result", ((1, 0),)), ("complete", "have committed more", ())],
+)
+def test_a_rendezvous_that_forgets_what_a_member_reports_is_found(
+    forgotten: str, found: str, stops: tuple[tuple[int, int], ...]
+) -> None:
     def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
         after, effects = p.transition(member, event)
+        told = {"steps": member.steps} if forgotten == "steps" else {"complete": False}
         return after, tuple(
-            replace(e, arrival=e.arrival._replace(steps=member.steps))
-            if isinstance(e, p.Arrive)
-            else e
+            replace(e, arrival=e.arrival._replace(**told)) if isinstance(e, p.Arrive) else e
             for e in effects
         )
 
-    with pytest.raises(Violated, match="with another result"):
-        search(Model(members=3, crashes=1, stops=((1, 0),), transition=forgets))
+    with pytest.raises(Violated, match=found):
+        search(Model(members=3, crashes=1, stops=stops, transition=forgets))
 
 
 def test_a_commit_without_the_barrier_is_found() -> None:
@@ -123,18 +129,6 @@ def test_a_state_that_is_not_transferred_is_found() -> None:
         search(Model(members=1, joiners=1, transition=skips))
 
 
-def test_a_rendezvous_that_forgets_complete_gradients_is_found() -> None:
-    def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
-        after, effects = p.transition(member, event)
-        return after, tuple(
-            replace(e, arrival=e.arrival._replace(complete=False)) if isinstance(e, p.Arrive) else e
-            for e in effects
-        )
-
-    with pytest.raises(Violated, match="have committed more"):
-        search(Model(members=3, crashes=1, transition=forgets))
-
-
 @pytest.mark.wide
 def test_results_that_outlive_a_received_state_are_found() -> None:
     class Keeps(Model):
@@ -160,74 +154,73 @@ def test_two_members_that_take_each_other_for_dead_are_found(
         search(Model(members=2, crashes=0, suspicions=2))
 
 
-def test_rendezvous_waits_for_live_members() -> None:
-    before = p.Decision(1, (1, 2), (1, 2), 0)
-    mine = p.Arrival(1, 1, 0, False)
-    seen = p.Seen(before, (mine,), frozenset(), frozenset())
-    assert not p.may_close(seen)
-    assert p.may_close(replace(seen, gone=frozenset({2})))
+def seen(
+    before: p.Decision | None,
+    *arrived: p.Arrival,
+    gone: Iterable[int] = (),
+    dead: Iterable[int] = (),
+    finished: bool = False,
+) -> p.Seen:
+    return p.Seen(before, arrived, frozenset({*gone, *dead}), frozenset(dead), finished=finished)
 
 
-def test_rendezvous_without_the_state_waits_until_its_holders_are_dead() -> None:
-    before = p.Decision(2, (1, 2), (1,), 5, former=(3,))
-    new = p.Arrival(2, 0, 0, False)
-    silent = p.Seen(before, (new,), frozenset({1, 3}), frozenset({1}))
-    assert not p.may_close(silent)
-    assert not p.is_over(silent)
-    dead = replace(silent, dead=frozenset({1, 3}))
-    assert p.may_close(dead)
-    assert p.is_over(replace(dead, finished=True))
-    assert not p.may_close(replace(dead, finished=True))
+BOTH = p.Decision(1, (1, 2), (1, 2), 0)
+ONE = p.Decision(2, (1, 2), (1,), 5, former=(3,))
+LATER = p.Decision(2, (1,), (1,), 5, former=(2,), source=1)
+MINE, NEW = p.Arrival(1, 1, 0, False), p.Arrival(2, 0, 0, False)
+ASLEEP = p.Arrival(2, 1, 57, True), p.Arrival(3, 0, 0, False)
+OLD, LAST = p.Arrival(2, 1, 3, True), p.Arrival(2, 2, 5, True)
 
 
-def test_member_suspended_after_its_arrival_still_has_the_state() -> None:
-    """A new member began from scratch without it, or took the run for over."""
-    before = p.Decision(1, (1, 2), (1, 2), 0)
-    arrived = (p.Arrival(2, 1, 57, True), p.Arrival(3, 0, 0, False))
-    asleep = p.Seen(before, arrived, frozenset({1, 2}), frozenset({1}))
-    for finished in (False, True):
-        seen = replace(asleep, finished=finished)
-        assert not p.may_close(seen)
-        assert not p.is_over(seen)
-        assert p.may_close(replace(seen, gone=frozenset({1})))
-    assert p.may_close(replace(asleep, dead=frozenset({1, 2})))
-
-
-def test_a_state_of_before_is_none_when_a_member_is_done() -> None:
-    before = p.Decision(2, (1,), (1,), 5, former=(2,), source=1)
-    arrived = (p.Arrival(2, 1, 3, True),)
-    silent = p.Seen(before, arrived, frozenset({1}), frozenset())
-    assert p.may_close(silent)
-    assert not p.may_close(replace(silent, finished=True))
-    assert not p.is_over(replace(silent, finished=True))  # the first may come back
-    assert p.is_over(replace(silent, dead=frozenset({1}), finished=True))
-    can_end = replace(silent, arrived=(p.Arrival(2, 2, 5, True),), finished=True)
-    assert p.may_close(can_end)
+@pytest.mark.parametrize(
+    ("seen", "closes", "is_over"),
+    [
+        # it waits for live members
+        (seen(BOTH, MINE), False, False),
+        (seen(BOTH, MINE, gone={2}), True, False),
+        # without the state, it waits until its holders are dead
+        (seen(ONE, NEW, gone={3}, dead={1}), False, False),
+        (seen(ONE, NEW, dead={1, 3}), True, False),
+        (seen(ONE, NEW, dead={1, 3}, finished=True), False, True),
+        # a member that is suspended after its arrival still has the state: a new member began from
+        # scratch without it, or took the run for over
+        (seen(BOTH, *ASLEEP, gone={2}, dead={1}), False, False),
+        (seen(BOTH, *ASLEEP, gone={2}, dead={1}, finished=True), False, False),
+        (seen(BOTH, *ASLEEP, dead={1}), True, False),
+        (seen(BOTH, *ASLEEP, dead={1}, finished=True), True, False),
+        (seen(BOTH, *ASLEEP, dead={1, 2}), True, False),
+        # a state of before is none when a member is done, which may come back
+        (seen(LATER, OLD, gone={1}), True, False),
+        (seen(LATER, OLD, gone={1}, finished=True), False, False),
+        (seen(LATER, OLD, dead={1}, finished=True), False, True),
+        (seen(LATER, LAST, gone={1}, finished=True), True, False),
+    ],
+)
+def test_rendezvous_closes_or_is_over(seen: p.Seen, closes: bool, is_over: bool) -> None:
+    assert (p.may_close(seen), p.is_over(seen)) == (closes, is_over)
 
 
 def test_member_with_a_checkpoint_sends_it_to_the_others() -> None:
-    arrived = (p.Arrival(1, 0, 0, False), p.Arrival(2, 0, 7, False))
-    decision = p.decide(1, p.Seen(None, arrived, frozenset(), frozenset()))
+    decision = p.decide(1, seen(None, p.Arrival(1, 0, 0, False), p.Arrival(2, 0, 7, False)))
     assert decision == p.Decision(1, (2, 1), (2,), 7)
 
 
 def test_stop_at_the_first_step_of_a_generation_binds_all_members() -> None:
-    before = p.Decision(1, (1, 2), (1, 2), 0)
-    complete = p.Member(1, 9, p.Phase.BARRIER, 3, 1, True, 1, before, stop=True)
-    reduces = p.Member(2, 9, p.Phase.REDUCING, 3, 1, False, 1, before)
-    mine, other = complete.arrival(), reduces.arrival()
-    stopped = p.decide(2, p.Seen(before, (mine,), frozenset({2}), frozenset({2})))
+    complete = p.Member(1, 9, p.Phase.BARRIER, 3, 1, True, 1, BOTH, stop=True)
+    mine, other = (
+        complete.arrival(),
+        p.Member(2, 9, p.Phase.REDUCING, 3, 1, decision=BOTH).arrival(),
+    )
+    stopped = p.decide(2, seen(BOTH, mine, dead={2}))
     assert (stopped.committed, stopped.steps) == (4, 4)
-    repeated = p.decide(2, p.Seen(before, (mine, other), frozenset(), frozenset()))
+    repeated = p.decide(2, seen(BOTH, mine, other))
     assert (repeated.committed, repeated.steps) == (3, 9)
 
 
 def test_one_committed_and_the_others_can() -> None:
-    before = p.Decision(1, (1, 2), (1, 2), 0)
-    arrived = (p.Arrival(1, 1, 4, False), p.Arrival(2, 1, 3, True))
-    decision = p.decide(2, p.Seen(before, arrived, frozenset(), frozenset()))
+    decision = p.decide(2, seen(BOTH, p.Arrival(1, 1, 4, False), OLD))
     assert decision.committed == 4
-    behind = p.Member(2, 9, p.Phase.ARRIVED, 3, 1, True, 2, before)
+    behind = p.Member(2, 9, p.Phase.ARRIVED, 3, 1, True, 2, BOTH)
     after, effects = p.transition(behind, p.Decided(decision))
     assert effects[0] == p.Commit(3)
     assert after.committed == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import multiprocessing
 import threading
 from collections.abc import Callable
@@ -53,15 +54,36 @@ def join(store: dist.Store, **options: Any) -> elastic.Run:
     return elastic.join(store, timeout=timedelta(seconds=20), **options)
 
 
-def train(run: elastic.Run, model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def train(
+    run: elastic.Run,
+    model: nn.Module,
+    steps: int = 4,
+    *,
+    before: Callable[[elastic.Step], object] = lambda step: None,
+    at: Callable[[elastic.Step], object] = lambda step: None,
+    after: Callable[[elastic.Step], object] = lambda step: None,
+    **kept: Any,
+) -> list[torch.Tensor]:
+    """Train; call `before` and `after` around each step's block, and `at` where it begins."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run.keep(model=model, optimizer=optimizer)
+    run.keep(model=model, optimizer=optimizer, **kept)
     for step in run.steps(steps, samples=len(X), batch=16):
+        before(step)
         with step:
+            at(step)
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).square().mean())
             step.commit(optimizer)
-    return [p.detach().clone() for p in model.parameters()]
+        after(step)
+    return weights(model)
 
 
 def together(*members: Callable[[], Any]) -> list[Any]:
@@ -101,92 +123,88 @@ def test_gradients_are_those_of_the_whole_batch(store: dist.Store) -> None:
         torch.testing.assert_close(mine, expected.detach())
 
 
-def test_weights_count_samples(store: dist.Store) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    module = nn.Module()
-    module.weight = weight
-    run = join(store, shards=2)
-    run.keep(model=module)
-    for step in run.steps(1):
-        with step:
-            for shard in step.shards:  # 8 from one sample, 0 from three
-                step.backward((weight * [8.0, 0.0][shard.first]).sum(), weight=[1, 3][shard.first])
-            step.reduce()
-            assert weight.grad is not None
-            assert weight.grad.tolist() == [2.0]
-            step.commit()
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_sparse_gradients_need_ddp_and_are_guarded(
+    store: dist.Store, reproducible: bool, factor: float
+) -> None:
+    run = join(store, nan_guard=True, reproducible=reproducible)
+    model: nn.Module = nn.Embedding(4, 2, sparse=True)
+    if not reproducible:
+        model = DistributedDataParallel(model, process_group=run.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.keep(model=model, optimizer=optimizer)
 
+    def both(step: elastic.Step) -> None:
+        for _ in step.shards:
+            step.backward(model(torch.tensor([1, 1])).sum() * factor)
+        step.commit(optimizer)
 
-def test_a_shard_of_no_samples_counts_nothing(store: dist.Store) -> None:
-    module = nn.Linear(1, 1, bias=False)
-    run = join(store, shards=2)
-    run.keep(model=module)
-    for step in run.steps(1):
-        with step:
-            for shard in step.shards:
-                data = torch.ones(1 - shard.first, 1)
-                step.backward(module(data).mean(), weight=len(data))
-            step.reduce()
-            assert module.weight.grad is not None
-            assert module.weight.grad.tolist() == [[1.0]]
-            step.commit()
-
-
-def test_what_no_shard_uses_has_no_gradient(store: dist.Store) -> None:
-    module = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    run = join(store, shards=2)
-    run.keep(model=module)
-    for step in run.steps(1):
-        with step:
-            for shard in step.shards:
-                step.backward(module[0](torch.ones(len(shard), 1)).mean())
-            step.reduce()
-            assert module[1].weight.grad is None
-            step.commit()
+    expected: Any = nullcontext()
+    if factor > 1:
+        expected = pytest.raises(ReductionError, match="not finite")
+    elif reproducible:
+        expected = pytest.raises(NotSupportedError, match="sparse gradient")
+    step = next(_steps := run.steps(1))  # ends the run when it is collected
+    with expected, step:
+        both(step)
 
 
 def test_members_that_others_were_done_without_hear_of_it(store: dist.Store) -> None:
     """In their last commit: it was taken for a loss, and the loop ended as if all was well."""
 
     def one() -> None:
-        run, module = join(store, members=2, shards=2), nn.Linear(1, 1)
-        run.keep(model=module)
-        for step in run.steps(2):
-            with step:
-                for _ in step.shards:
-                    step.backward(module(torch.ones(1, 1)).mean())
-                if step.number == 1:  # as others do that take both for dead
-                    membership = run._runtime.membership
-                    membership.propose(protocol.Decision(2, (9,), (9,), 0))
-                    membership.store.compare_set("finished", "", "2")
-                step.commit()
+        run = join(store, members=2)
+
+        def at(step: elastic.Step) -> None:
+            if step.number == 1:  # as others do that take both for dead
+                membership = run._runtime.membership
+                membership.propose(protocol.Decision(2, (9,), (9,), 0))
+                membership.store.compare_set("finished", "", "2")
+
+        train(run, net(), 2, at=at)
 
     assert [type(error) for error in together(one, one)] == [RunOverError, RunOverError]
+
+
+def test_gradients_are_means_over_samples() -> None:
+    """Weights count samples, a shard of no samples counts nothing, unused parameters get none."""
+    module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    for factors, given, expected in (
+        ([8.0, 0.0], [1, 3], 2.0),
+        ([1.0, math.nan], [1, 0], 1.0),
+        ([1.0, 3.0], [None, None], 2.0),
+    ):
+        run = join(dist.HashStore(), shards=2)
+        run.keep(model=module)
+        for step in run.steps(1):
+            with step:
+                for shard in step.shards:
+                    loss = module[0](torch.ones(1, 1)).sum() * factors[shard.first]
+                    step.backward(loss, weight=given[shard.first])
+                step.reduce()
+                assert module[0].weight.grad is not None
+                assert module[0].weight.grad.tolist() == [[expected]]
+                assert module[1].weight.grad is None
+                step.commit()
 
 
 @pytest.mark.narrow({"reproducible": True})
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_a_process_that_comes_later_gets_the_state(store: dist.Store, reproducible: bool) -> None:
-    came = threading.Event()
+    came, sizes = threading.Event(), set()
 
     def first() -> list[torch.Tensor]:
         run = join(store, reproducible=reproducible)
-        model = DistributedDataParallel(net(), process_group=run.group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run.keep(model=model, optimizer=optimizer)
-        sizes = set()
-        for step in run.steps(40, samples=len(X), batch=16):
-            with step:
-                sizes.add(run.size)
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit(optimizer)
+
+        def after(step: elastic.Step) -> None:
             if step.number == 3:
                 came.set()
             if run.size == 1 and step.number > 3:
                 threading.Event().wait(0.05)
-        assert sizes == {1, 2}
-        return [p.detach().clone() for p in model.parameters()]
+
+        model = DistributedDataParallel(net(), process_group=run.group)
+        return train(run, model, 40, at=lambda step: sizes.add(run.size), after=after)
 
     def second() -> list[torch.Tensor]:
         assert came.wait(30)
@@ -195,7 +213,8 @@ def test_a_process_that_comes_later_gets_the_state(store: dist.Store, reproducib
         return train(run, model, steps=40)
 
     one, two = together(first, second)
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), (one, two)
+    assert equal(one, two), (one, two)
+    assert sizes == {1, 2}
 
 
 @pytest.mark.wide
@@ -215,13 +234,13 @@ def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Pa
                 step.commit(optimizer)
         assert numbers == list(range(0 if steps == 2 else 2, steps))
         run.save(tmp_path)
-        return [p.detach().clone() for p in model.parameters()]
+        return weights(model)
 
     whole = train(join(store, name="whole"), net(seed=2), steps=4)
     member(store, 2, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
     for found in together(*[lambda: member(store, 4, 2)] * 2):
-        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)), found
+        assert equal(found, whole), found
     (tmp_path / "step-000000009").mkdir()
     run = join(store, name="wrong")
     run.keep(model=net())
@@ -323,11 +342,11 @@ def test_a_parameter_that_forward_writes_to_is_named_on_all_members(
 
 @pytest.mark.wide
 def test_other_models_are_told_apart(store: dist.Store) -> None:
-    def member(seed: int) -> None:
+    def member() -> None:
         run = join(store, members=2)
         train(run, net() if run.number == 1 else nn.Linear(4, 1).double())
 
-    raised = together(lambda: member(0), lambda: member(1))
+    raised = together(member, member)
     assert any(isinstance(error, MismatchError) and "model" in str(error) for error in raised)
 
 
@@ -335,28 +354,17 @@ def test_other_models_are_told_apart(store: dist.Store) -> None:
 def test_a_newcomer_with_another_model_leaves_the_run_to_the_others(store: dist.Store) -> None:
     came = threading.Event()
 
-    def first() -> list[torch.Tensor]:
-        run = join(store)
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run.keep(model=model, optimizer=optimizer)
-        for step in run.steps(40, samples=len(X), batch=16):
-            with step:
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit(optimizer)
-            came.set()
-            threading.Event().wait(0.02)
-        return [p.detach().clone() for p in model.parameters()]
-
     def other() -> None:
         assert came.wait(30)
         train(join(store), nn.Linear(4, 1).double())
 
-    weights, raised = together(first, other)
+    def after(step: elastic.Step) -> None:
+        came.set()
+        threading.Event().wait(0.02)
+
+    found, raised = together(lambda: train(join(store), net(), 40, after=after), other)
     assert isinstance(raised, MismatchError)
-    alone = train(join(store, name="alone"), net(), steps=40)
-    assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
+    assert equal(found, train(join(store, name="alone"), net(), steps=40)), found
 
 
 def test_a_buffer_that_forward_replaces_is_averaged(store: dist.Store) -> None:
@@ -383,11 +391,8 @@ def test_a_buffer_that_forward_replaces_is_averaged(store: dist.Store) -> None:
 
 def test_a_model_that_is_kept_twice_is_trained_once(store: dist.Store) -> None:
     expected = train(join(store, name="once"), net())
-    run = join(store)
     model = net()
-    run.keep(again=model)
-    found = train(run, model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert equal(train(join(store), model, again=model), expected)
 
 
 @pytest.mark.parametrize(
@@ -438,23 +443,23 @@ def losing(run: elastic.Run, *, at: int) -> Callable[[], bool]:
 
 def test_the_group_between_two_steps(store: dist.Store) -> None:
     """It was an AssertionError without a word."""
-    run, model = join(store), net()
-    run.keep(model=model)
+    run = join(store)
     assert run.group.size() == 1
     run._runtime._pass_barrier = losing(run, at=1)  # type: ignore[method-assign]
-    for step in run.steps(3, samples=len(X), batch=16):
-        with step:
-            assert run.group.size() == 1
-            for shard in step.shards:
-                step.backward(model(X[step.sample_ids(shard)]).mean())
-            if step.number == 1 and run.generation == 2:
-                run._runtime.monitor.wanted = True
-            step.commit()
+
+    def at(step: elastic.Step) -> None:
+        assert run.group.size() == 1
+        if step.number == 1 and run.generation == 2:
+            run._runtime.monitor.wanted = True
+
+    def after(step: elastic.Step) -> None:
         if not step.committed or run._runtime.member.phase is protocol.Phase.ARRIVED:
             with pytest.raises(NotSupportedError, match=r"run.group is unavailable"):
                 run.group  # noqa: B018
         else:
             assert run.group.size() == 1
+
+    train(run, net(), 3, at=at, after=after)
     assert run.group.size() == 1
     assert run.committed_steps == 3
 
@@ -514,8 +519,7 @@ def test_members_share_a_validation_and_stop_by_it(
                 for shard in step.shards:
                     step.backward(model(X[step.sample_ids(shard)]).square().mean())
                 step.commit(optimizer)
-        weights = [p.detach().clone() for p in model.parameters()]
-        return run.committed_steps, history.losses, weights
+        return run.committed_steps, history.losses, weights(model)
 
     alone = member("alone", 1, -1)
     assert (alone[0], sorted(alone[1])) == (4, [0, 1, 2, 3])
@@ -531,35 +535,25 @@ def test_members_share_a_validation_and_stop_by_it(
 
 
 def test_one_member_stops_all(store: dist.Store) -> None:
-    def member() -> tuple[int, list[torch.Tensor]]:
-        run, model = join(store, members=2), net()
-        run.keep(model=model)
-        for step in run.steps(50, samples=len(X), batch=16):
-            if step.number == 2 and run.rank == 1:
-                run.stop()
-            with step:
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit()
-        return run.committed_steps, [p.detach().clone() for p in model.parameters()]
+    def member() -> int:
+        run = join(store, members=2)
+        train(run, net(), 50, after=lambda s: s.number == 1 and run.rank == 1 and run.stop())
+        return run.committed_steps
 
-    assert [found[0] for found in together(member, member)] == [3, 3]
+    assert together(member, member) == [3, 3]
 
 
 @pytest.mark.wide
 def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) -> None:
-    def failing() -> None:
-        run = join(store, members=2)
-        model = net()
-        run.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        for step in run.steps(4, samples=len(X), batch=16):
-            with step:
-                raise KeyError("mine")
+    def fail(step: elastic.Step) -> None:
+        raise KeyError("mine")
 
-    raised, weights = together(failing, lambda: train(join(store, members=2), net()))
+    raised, found = together(
+        lambda: train(join(store, members=2), net(), at=fail),
+        lambda: train(join(store, members=2), net()),
+    )
     assert isinstance(raised, KeyError)
-    alone = train(join(store, name="alone"), net())
-    assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
+    assert equal(found, train(join(store, name="alone"), net())), found
 
 
 def test_another_version_of_torch_is_refused(
@@ -631,44 +625,10 @@ def test_mistakes_in_a_step(
         mistake(step, model(torch.ones(1, 1)).sum())
 
 
-@pytest.mark.parametrize("factor", [1.0, float("inf")])
-def test_sparse_gradients_are_guarded(store: dist.Store, factor: float) -> None:
-    run = join(store, nan_guard=True, reproducible=False)
-    model = nn.Embedding(4, 2, sparse=True)
-    net = DistributedDataParallel(model, process_group=run.group)
-    run.keep(model=net, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ReductionError, match="not finite") if factor > 1 else nullcontext():
-        for step in run.steps(1):
-            with step:
-                for _ in step.shards:
-                    step.backward(net(torch.tensor([1, 1])).sum() * factor)
-                step.commit()
-
-
-def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
-    run = join(store)
-    model = nn.Embedding(4, 2, sparse=True)
-    run.keep(model=model)
-    step = next(run.steps(1))
-    with step:
-        next(step.shards)
-        with pytest.raises(NotSupportedError, match="sparse gradient"):
-            step.backward(model(torch.tensor([1])).sum())
-        step.committed = True
-
-
 def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(store: dist.Store) -> None:
     def member(calls: bool) -> None:
         run = elastic.join(store, members=2, backend="gloo", timeout=timedelta(seconds=1))
-        model = net()
-        run.keep(model=model)
-        for step in run.steps(4, samples=len(X), batch=16):
-            with step:
-                if calls and step.number == 2:
-                    dist.barrier(run.group)
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit()
+        train(run, net(), at=lambda s: calls and s.number == 2 and dist.barrier(run.group))
 
     for error in together(partial(member, True), partial(member, False)):
         assert isinstance(error, DistributedError)
@@ -690,7 +650,7 @@ def train_locally(run: elastic.Run, model: nn.Module, computed: list[int]) -> li
                         inner.step()
                 computed.append(shard.first)
             step.commit(outer)
-    return [p.detach().clone() for p in model.parameters()]
+    return weights(model)
 
 
 def test_local_steps_are_those_of_diloco(store: dist.Store) -> None:
@@ -726,7 +686,7 @@ def test_local_steps_have_the_same_bits_with_any_members(store: dist.Store) -> N
         return train_locally(join(store, shards=4, members=3, backend="gloo"), net(), [])
 
     for found in together(member, member, member):
-        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+        assert equal(found, alone)
 
 
 def test_a_repeated_step_computes_only_the_shards_of_the_lost_member(store: dist.Store) -> None:
@@ -757,7 +717,7 @@ def test_a_repeated_step_computes_only_the_shards_of_the_lost_member(store: dist
     first, second, third = together(*(partial(member, number) for number in range(3)))
     assert third == []
     for found in (first, second):
-        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+        assert equal(found, alone)
     lost = computed[2]
     assert 2 <= len(lost) <= 3
     # the two others have computed each shard of each step once, also those of the first step
@@ -768,60 +728,52 @@ def test_a_repeated_step_computes_only_the_shards_of_the_lost_member(store: dist
 
 def test_local_steps_of_a_failed_block_leave_the_parameters(store: dist.Store) -> None:
     run, model = join(store, shards=2), net()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = weights(model)
     run.keep(model=model)
 
-    def fail() -> None:
-        for step in run.steps(1):
-            with step:
-                for _ in step.shards:
-                    with step.local(partial(torch.optim.SGD, lr=0.1)) as inner:
-                        model(X).square().mean().backward()
-                        inner.step()
-                        raise KeyError("x")
+    def fail(step: elastic.Step) -> None:
+        next(step.shards)
+        with step.local(partial(torch.optim.SGD, lr=0.1)) as inner:
+            model(X).square().mean().backward()
+            inner.step()
+            raise KeyError("x")
 
-    with pytest.raises(KeyError):
-        fail()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
-def test_local_steps_outside_a_shard_or_without_the_tree(store: dist.Store) -> None:
-    run, model = join(store, shards=1), net()
-    run.keep(model=model)
-
-    def outside() -> None:
-        for step in run.steps(1):
-            with step, step.local(partial(torch.optim.SGD, lr=0.1)):
-                pass
-
-    with pytest.raises(ReductionError, match=r"use it once for each of step\.shards"):
-        outside()
-    plain = join(dist.HashStore(), shards=1, reproducible=False)
-    plain.keep(model=DistributedDataParallel(net(), process_group=plain.group))
-
-    def without_tree() -> None:
-        for step in plain.steps(1):
-            with step:
-                for _ in step.shards:
-                    with step.local(partial(torch.optim.SGD, lr=0.1)):
-                        pass
-
-    with pytest.raises(NotSupportedError, match="reproducible=True"):
-        without_tree()
+    step = next(_steps := run.steps(1))  # ends the run when it is collected
+    with pytest.raises(KeyError), step:
+        fail(step)
+    assert equal(weights(model), before)
 
 
-def train_with_other_parameters(store: dist.Store, number: int) -> None:
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_local_steps_outside_a_shard_or_without_the_tree(
+    store: dist.Store, reproducible: bool
+) -> None:
+    run = join(store, shards=1, reproducible=reproducible)
+    run.keep(
+        model=net() if reproducible else DistributedDataParallel(net(), process_group=run.group)
+    )
+    step = next(_steps := run.steps(1))  # ends the run when it is collected
+    if reproducible:
+        error, text = ReductionError, r"use it once for each of step\.shards"
+    else:
+        next(step.shards)
+        error, text = NotSupportedError, "reproducible=True"
+    with pytest.raises(error, match=text), step, step.local(partial(torch.optim.SGD, lr=0.1)):
+        pass
+
+
+def train_with_other_parameters(store: dist.Store, number: int, **options: Any) -> int:
     """Train as one of two members, whose parameters differ on member 1."""
-    run, model = join(store, shards=2, members=2, backend="gloo"), net()
-    run.keep(model=model)
-    for step in run.steps(3):
-        if number == 1 and step.number == 0:
+    run, model = join(store, members=2, backend="gloo", **options), net()
+    apart = 0 if options.get("check_replicas", 1) else 1  # steps after all have one state
+
+    def change(step: elastic.Step) -> None:
+        if number == 1 and run.size == 2 and step.number == apart:
             with torch.no_grad():
                 next(model.parameters()).add_(1)
-        with step:
-            for _ in step.shards:
-                step.backward(model(X).mean())
-            step.commit()
+
+    train(run, model, 3, before=change)
+    return run.committed_steps
 
 
 def test_parameters_that_differ_between_members_are_an_error_on_all(store: dist.Store) -> None:
@@ -857,20 +809,7 @@ def test_a_member_lost_before_it_knows_that_parameters_differ_fails_too(
 
 
 def test_hosts_that_round_differently_may_train_on(store: dist.Store) -> None:
-    def member(number: int) -> int:
-        run = join(store, shards=2, members=2, backend="gloo", check_replicas=0)
-        model = net(seed=number)
-        run.keep(model=model)
-        for step in run.steps(3):
-            if run.size == 2 and step.number == 1:
-                with torch.no_grad():
-                    next(model.parameters()).add_(number)
-            with step:
-                for _ in step.shards:
-                    step.backward(model(X).mean())
-                step.commit()
-        return run.committed_steps
-
+    member = partial(train_with_other_parameters, store, check_replicas=0)
     assert together(partial(member, 0), partial(member, 1)) == [3, 3]
     with pytest.raises(ArgumentError, match="check_replicas is -1"):
         join(store, check_replicas=-1)
@@ -892,19 +831,10 @@ def test_a_slow_member_gets_fewer_shards_and_bits_stay(
     def member(number: int) -> list[torch.Tensor]:
         now.speed = (1.0, 3.0)[number]
         run = join(store, shards=8, members=2, backend="gloo")
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run.keep(model=model, optimizer=optimizer)
-        for step in run.steps(4, samples=len(X), batch=16):
-            with step:
-                counts[number].append(len(run._steps.dealt))
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit(optimizer)
-        return [p.detach().clone() for p in model.parameters()]
+        return train(run, net(), at=lambda _: counts[number].append(len(run._steps.dealt)))
 
     for found in together(partial(member, 0), partial(member, 1)):
-        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+        assert equal(found, alone)
     # threads join in any order, so that either is the first member
     assert counts == [[4, 6, 6, 6], [4, 2, 2, 2]]
 
@@ -914,17 +844,15 @@ def test_a_member_that_moved_on_ends_the_others_wait(store: dist.Store) -> None:
     groups: list[dist.ProcessGroup] = []
 
     def member(number: int) -> int:
-        run, model = elastic.join(store, shards=2, members=2, backend="gloo"), net()
-        run.keep(model=model)
-        for step in run.steps(3):
-            with step:
-                if number == 0 and step.number == 1 and not groups:
-                    groups.append(run.group)  # its connections stay open
-                    run._runtime.group._cut = None
-                    raise PeerLostError("a connection was reset")
-                for _ in step.shards:
-                    step.backward(model(X).mean())
-                step.commit()
+        run = elastic.join(store, members=2, backend="gloo")
+
+        def at(step: elastic.Step) -> None:
+            if number == 0 and step.number == 1 and not groups:
+                groups.append(run.group)  # its connections stay open
+                run._runtime.group._cut = None
+                raise PeerLostError("a connection was reset")
+
+        train(run, net(), 3, at=at)
         return run.committed_steps
 
     assert together(partial(member, 0), partial(member, 1)) == [3, 3]
@@ -982,7 +910,7 @@ def test_a_member_that_receives_a_state_drops_results_of_its_own(store: dist.Sto
         return train(run, net(seed=run.number))
 
     first, second = together(member, member)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -993,20 +921,14 @@ def test_several_members_receive_the_state_from_several(store: dist.Store, backe
         if number >= 2:
             assert came.wait(30)
         run = join(store, shards=4, members=2, backend=backend)
-        model = net(seed=run.number)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run.keep(model=model, optimizer=optimizer)
-        for step in run.steps(10**6, samples=len(X), batch=16):
-            with step:
-                if step.number == 2:
-                    came.set()
-                if run.size == 5:
-                    run.stop()
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit(optimizer)
-        return [p.detach().clone() for p in model.parameters()]
+
+        def at(step: elastic.Step) -> None:
+            if step.number == 2:
+                came.set()
+            if run.size == 5:
+                run.stop()
+
+        return train(run, net(seed=run.number), 10**6, at=at)
 
     first, *others = together(*(partial(member, number) for number in range(5)))
-    for found in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    assert all(equal(first, found) for found in others)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,10 @@ POINTS = (
     "settle",
 )
 KINDS = ("plain", "fused", "bfloat16", "local")
+EVERY = 200
+"""Steps from one comparison of weights to the next."""
+STOP = "stop"
+"""The store's key for the step after which all stop: a multiple of EVERY."""
 LATE = 3  # the exit code of a member that came when the others were done
 
 
@@ -145,9 +149,7 @@ def main(job: Job, report: Any) -> None:
         _exit(LATE)
     # without the tree, running statistics are each member's own between two forwards
     values = model.state_dict() if job.reproducible else dict(model.named_parameters())
-    tensors = [t.detach() for name, t in sorted(values.items()) if "ledger" not in name]
-    data = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t.dim())
-    data += repr(sorted(losses.by_step.items())).encode()
+    digest = _digest(values, sorted(losses.by_step.items()))
     counts = (model.module.ledger.detach() * -BATCH).tolist()
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
@@ -159,7 +161,7 @@ def main(job: Job, report: Any) -> None:
     now = _descriptors()
     opened = [target for fd, target in now.items() if open_before.get(fd) != target]
     waited = time.monotonic() - ended
-    report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened, waited))
+    report.send((digest, counts, threads, opened, waited))
     _exit(0)
 
 
@@ -231,6 +233,55 @@ def _inner(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> to
     weights = [p for p in parameters if p is not ledger]
     groups = [{"params": weights, "lr": 0.05}, {"params": [ledger], "lr": 1.0}]
     return torch.optim.SGD(groups, lr=0.05, momentum=0.0)
+
+
+class Digest(NamedTuple):
+    """The weights of a member after so many steps."""
+
+    member: int
+    steps: int
+    digest: str
+
+
+def member_of_soak(
+    port: int, number: int, members: int, backend: str, pause: float, kind: str, pipe: Any
+) -> None:
+    """Train until the store has a step to stop at; send a digest after every so many steps."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    run = elastic.join(
+        store, members=members, backend=backend, silence=timedelta(seconds=10), seed=1
+    )
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(kind), process_group=run.group)
+    weights = [p for name, p in model.named_parameters() if "ledger" not in name]
+    optimizer = OPTIMIZERS[kind](weights)
+    run.keep(model=model, optimizer=optimizer)
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(SAMPLES) % 4
+    stop = 1 << 30
+    for step in run.steps(1 << 30, samples=SAMPLES, batch=BATCH):
+        if step.number % EVERY == 0 and step.number:
+            pipe.send(Digest(number, step.number, _digest(dict(model.state_dict()))))
+            if store.check([STOP]):
+                stop = int(store.get(STOP))
+        if step.number == stop:
+            break
+        with step:
+            for shard in step.shards:
+                ids = step.sample_ids(shard)
+                out, _ = model(x[ids], ids)
+                step.backward(nn.functional.cross_entropy(out, y[ids]))
+            time.sleep(pause)
+            step.commit(optimizer)
+    os._exit(0)
+
+
+def _digest(values: dict[str, Tensor], more: object = "") -> str:
+    """Return a digest of all values but the ledger and numbers."""
+    tensors = [t.detach() for name, t in sorted(values.items()) if "ledger" not in name]
+    data = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t.dim())
+    return hashlib.sha256(data + repr(more).encode()).hexdigest()[:16]
 
 
 def _descriptors() -> dict[str, str]:
