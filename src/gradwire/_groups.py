@@ -18,7 +18,6 @@ from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    DistributedError,
     NotSupportedError,
     PeerLostError,
 )
@@ -232,7 +231,7 @@ def values_of_ranks(
     *,
     timeout: timedelta | None = None,
     check: Callable[[], None] = lambda: None,
-    poll: timedelta = timedelta(seconds=0.5),
+    poll: float = 0.5,
 ) -> list[bytes]:
     """Return what the first `count` ranks set as "key/rank", read in one request.
 
@@ -243,7 +242,7 @@ def values_of_ranks(
         doing: Verb phrase for the message about ranks that set nothing ("join the group").
         timeout: Timeout for all ranks; at most, and by default, that of the store.
         check: Function called while ranks are missing; its exceptions propagate.
-        poll: Interval between two calls of `check`.
+        poll: Seconds between two calls of `check`.
 
     Raises:
         CollectiveTimeoutError: Ranks set nothing within the timeout.
@@ -254,31 +253,32 @@ def values_of_ranks(
     keys = [f"{key}/{rank}" for rank in range(count)]
     of_store: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
     timeout = of_store if timeout is None else min(timeout, of_store)
-    deadline = time.monotonic() + timeout.total_seconds()
+    now, seconds, pause = time.monotonic(), timeout.total_seconds(), 1e-4
+    deadline, next_check = now + seconds, now + poll
     try:
-        pause = 1e-4
-        while pause < 1e-2 and not store.check(keys):  # a FileStore's wait looks every 10 ms only
-            time.sleep(pause)
-            pause *= 2
-        while True:
-            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-            try:
-                store.wait(keys, min(poll, left))
-                return store.multi_get(keys)
+        while not store.check(keys):
+            now = time.monotonic()
+            if now > deadline and pause >= 1e-2:  # others may be a few ms behind
+                missing = [rank for rank in range(count) if not store.check([keys[rank]])]
+                raise CollectiveTimeoutError(
+                    f"ranks {missing} did not {doing} within {seconds:g} s"
+                )
+            if now >= next_check:
+                check()
+                next_check = now + poll
+            if pause < 1e-2 or poll < 0.1:
+                # a FileStore's wait looks every 10 ms only, and a TCPStore's warns when time is up
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-2)
+                continue
+            try:  # stores count whole ms, and wait without end for 0
+                store.wait(keys, timedelta(seconds=max(1e-3, min(poll, deadline - now))))
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:
-                if left < poll:
-                    raise
-            check()
+            except RuntimeError:  # not yet; a FileStore's is a plain one
+                pass
+        return store.multi_get(keys)
     except dist.DistNetworkError as error:
         raise PeerLostError(
             f"the group's store does not answer (the rank that hosts it is gone): {error}"
-        ) from error
-    except RuntimeError as error:  # a FileStore's is a plain one
-        missing = [rank for rank in range(count) if not store.check([keys[rank]])]
-        if isinstance(error, DistributedError) or not missing:
-            raise
-        raise CollectiveTimeoutError(
-            f"ranks {missing} did not {doing} within {timeout.total_seconds():g} s"
         ) from error

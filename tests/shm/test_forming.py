@@ -229,3 +229,26 @@ def test_a_store_that_is_gone_while_a_group_forms():
     del served
     with pytest.raises(PeerLostError, match="store does not answer"):
         values_of_ranks(store, "available", 2, "join the group")
+
+
+@pytest.mark.parametrize("poll", [0.002, 0.2])
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_values_of_ranks_keep_their_deadline(kind, poll, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    since, timeout = time.monotonic(), timedelta(seconds=1.3)
+
+    def check():  # after which no time is left to wait
+        time.sleep(max(0.5, since + 1.4 - time.monotonic()))
+
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come"):
+        values_of_ranks(store, "key", 1, "come", timeout=timeout, check=check, poll=poll)
+    assert time.monotonic() - since < 4
+
+
+def test_short_polls_of_a_tcp_store_are_silent(capfd):
+    store, soon = dist.TCPStore("127.0.0.1", 0, is_master=True), timedelta(seconds=0.3)
+    with pytest.raises(CollectiveTimeoutError):
+        values_of_ranks(store, "key", 1, "come", timeout=soon, poll=0.002)
+    assert "timed out" not in capfd.readouterr().err  # c10d warns of each wait that times out

@@ -1,4 +1,4 @@
-"""Kept of training, and the values of buffers at the beginning of a step."""
+"""Kept objects of training, and the values of buffers at the beginning of a step."""
 
 from __future__ import annotations
 

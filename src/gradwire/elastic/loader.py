@@ -1,4 +1,4 @@
-"""Random numbers that depend on the step and the shard, not on the process."""
+"""Loader of a member's shards, with random numbers that depend on step and shard alone."""
 
 from __future__ import annotations
 

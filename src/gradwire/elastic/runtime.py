@@ -258,7 +258,7 @@ def form_gloo(
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     # all members are about to form the group before Gloo waits, because nothing ends its wait
     own.set(f"here/{rank}", "")
-    pause = timedelta(seconds=FORM_POLL_SECONDS / 4)
+    pause = FORM_POLL_SECONDS / 4
     values_of_ranks(own, "here", size, "join the generation", check=poll, poll=pause)
     before = sockets()
 

@@ -213,12 +213,12 @@ class AcrossHosts:
         self._scratch: dict[int, Tensor] = {}
 
     def begin(self, mark: int, seconds: float) -> None:
-        """Begin an operation; see `Meeting.begin`."""
+        """Begin an operation; see `GroupState.begin`."""
         self._mark, self.deadline = mark, Deadline(seconds)
         self.team.begin(0, seconds)
 
     def take_waits(self) -> dict[int, int] | None:
-        """Return the waits for ranks of the team; see `Meeting.take_waits`."""
+        """Return the waits for ranks of the team; see `GroupState.take_waits`."""
         return self.team.take_waits()
 
     def allocate(self, size: int) -> Tensor:
@@ -226,7 +226,7 @@ class AcrossHosts:
         return self.team.allocate(size)
 
     def is_agreed(self, error: MismatchError) -> bool:
-        """Return True; unlike in `Meeting`, errors from signal handlers are not distinguished."""
+        """Return True: unlike in `GroupState`, signal handlers' errors are not distinguished."""
         return True
 
     def report_failure(self, reason: BaseException) -> None:

@@ -1,6 +1,8 @@
-"""Mailbox of a rank: messages without a matching receive, and receives without a message.
+"""Mailbox of a rank, and assembly of the messages from one other rank, in their order.
 
-As in MPI, messages match receives by source and tag, in the order in which they were sent.
+The mailbox holds messages without a matching receive, and receives without a message. As in MPI,
+they match by source and tag, in the order in which the messages were sent. A message goes straight
+into the tensor of a receive that was posted before it arrived.
 """
 
 from __future__ import annotations

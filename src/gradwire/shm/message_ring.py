@@ -1,4 +1,4 @@
-"""Ring of slots in the sender's shared memory, for its messages to one receiver.
+"""Ring of slots in the sender's shared memory, for its messages to one receiver; sending them.
 
 Both processes map it for the lifetime of the group: a message needs no system call and touches no
 new page. Long messages pass in pieces, which the sender copies in while the receiver copies out.

@@ -1,5 +1,6 @@
-"""Exchanges over shared memory: every rank has a block for each other rank, or one for all.
+"""Exchanges over shared memory: all-to-all, all_gather, broadcast, gather and scatter.
 
+Every rank has a block for each other rank, or one for all.
 Each rank fetches its blocks. Up to `inline_bytes`, a rank's blocks are written beside its header,
 and up to `upfront_limit` they are copied to a region beforehand: both take one wait. Blocks in
 regions are copied straight from there. All others pass in pieces through the staging slots, so that

@@ -92,7 +92,7 @@ def _with_awaited_tensors(cls: type[Any]) -> type[Any]:
 @outside_graphs
 @_with_awaited_tensors
 class Operations(Group):
-    """All operations of a self."""
+    """All operations of a group."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
@@ -395,7 +395,7 @@ class Operations(Group):
         return self.submitted
 
     def _root(self, root: int) -> int:
-        """Return the rank of a root, which must be in the self."""
+        """Return the rank of a root, which must be in the group."""
         if not 0 <= root < self.state.size:
             raise ArgumentError(f"root is rank {root}: give a rank from 0 to {self.state.size - 1}")
         return root

@@ -1,4 +1,4 @@
-"""Reduction of several pieces of memory into one, always in the order of the ranks."""
+"""Reductions over shared memory, always in the order of the ranks, and calls with cached setups."""
 
 from __future__ import annotations
 

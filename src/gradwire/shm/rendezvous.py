@@ -1,9 +1,13 @@
-"""Agreement on which ranks form a group, before they connect.
+"""Agreement on which ranks form a group, and connections between those of a host.
 
 PyTorch names a group by a counter of each process. If ranks make different groups, one name stands
 for several groups, whose keys in the store would be mixed up. So the keys begin with the global
 ranks of the group, and each rank publishes under the name alone which group it is forming: a rank
 that waits for a member of another group raises instead of waiting.
+
+Then each rank connects to every other over a unix socket, which does not leave the host: ranks that
+connect can share memory, and form a team. The sockets' names are random and abstract (in no file
+system). Only processes of the same user are accepted.
 """
 
 from __future__ import annotations

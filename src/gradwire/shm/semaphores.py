@@ -1,10 +1,10 @@
-"""Waits between processes, by POSIX semaphores in shared memory.
+"""Segment of a group, and waits between its processes, by POSIX semaphores in the segment.
 
 A post orders the memory written before it, on every CPU; flags in shared memory would not on ARM,
 and waiting on sockets costs 60 µs each way. A waiting rank spins for about 30 µs, within which
 short operations end. Then, if the main thread has nothing else to do, it yields its core between
 attempts for 0.3 ms. Then it sleeps in the kernel without the GIL. Every 50 ms the caller checks for
-lost peers and the deadline (`group_segment`).
+lost peers and the deadline (`Semaphores.poll`).
 
 A rank on the same core as the rank that it waits for yields at once instead of spinning: beside a
 process that keeps the other core busy, an all_reduce of 4 bytes then takes 55 µs instead of 73, a

@@ -1,4 +1,4 @@
-"""Checks of callers' tensors, and their conversion to 1-d contiguous ones and back."""
+"""Checks of callers' tensors, their conversion to 1-d contiguous ones and back, and copies."""
 
 from __future__ import annotations
 

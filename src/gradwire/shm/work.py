@@ -1,4 +1,4 @@
-"""Handles of operations, and copies of their errors."""
+"""Handles of operations, copies of their errors, and the queue in which operations run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -349,8 +348,8 @@ class _Ranks:
         self._gathers += 1
         self._store.set(f"{self._gathers}/{self.rank}", json.dumps([what, value]))
         doing = "finish the check, which every rank of the group must call,"
-        key, poll = str(self._gathers), timedelta(milliseconds=50)
-        values = values_of_ranks(self._store, key, self._size, doing, check=check, poll=poll)
+        key = str(self._gathers)
+        values = values_of_ranks(self._store, key, self._size, doing, check=check, poll=0.05)
         whats, gathered = zip(*map(json.loads, values), strict=True)
         if len(set(whats)) > 1:
             raise MismatchError(f"ranks check different derivatives: {', '.join(whats)}", whats)
