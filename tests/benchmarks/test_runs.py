@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,18 @@ from benchmarks import (
     collectives,
     courses,
     ddp,
+    devices,
+    devices_gpu,
+    differentiable,
     guard,
+    hooks,
     links,
     loss,
     models,
+    overhead,
     report,
     shapes,
+    sites,
     transposed,
     uses,
 )
@@ -117,14 +124,6 @@ def test_collectives_from_end_to_end(op: str) -> None:
 
 
 @pytest.mark.wide
-def test_broadcast_on_shm_has_gloo_as_a_peer() -> None:
-    tiny = broadcast.Case("small", partial(shapes._norm, 8), "any")
-    (case,) = broadcast.measure([tiny], ON_SHM)
-    check_figures(case)
-    assert list(case.measures[0].ratios) == ["torch", "torch on Gloo"]
-
-
-@pytest.mark.wide
 def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
     (case,) = ddp.measure([TINY], OPTIONS)
@@ -136,13 +135,15 @@ def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.wide
-def test_ddp_on_shm_has_gloo_as_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_shm_gloo_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
-    (case,) = ddp.measure([TINY], ON_SHM)
-    check_figures(case)
-    step, _, torchs, _ = case.measures
-    assert list(step.ratios) == ["torch", "torch on Gloo"]
-    assert list(torchs.contenders) == ["torch", "torch on Gloo"]
+    (of_ddp,) = ddp.measure([TINY], ON_SHM)
+    small = broadcast.Case("small", partial(shapes._norm, 8), "any")
+    (of_broadcast,) = broadcast.measure([small], ON_SHM)
+    for case in (of_ddp, of_broadcast):
+        check_figures(case)
+        assert list(case.measures[0].ratios) == ["torch", "torch on Gloo"]
+    assert list(of_ddp.measures[2].contenders) == ["torch", "torch on Gloo"]
 
 
 @pytest.mark.parametrize(
@@ -417,3 +418,177 @@ def test_the_guard_compares_with_what_is_committed(monkeypatch: pytest.MonkeyPat
     (found,) = guard.guard([guard.Check(slow, "gloo", "ddp", ["MLP 6 x 1024"], 3)])
     assert found.worse
     assert str(found).startswith("WORSE  ddp: MLP 6 x 1024, step, of torch: 2.00 (2.00 to 2.00)")
+
+
+# -- differentiable -------------------------------------------------------------------------------
+
+
+OPS = [op.name for op in differentiable.OPS]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OPS[:3], id="three"),
+        pytest.param(
+            OPS,
+            id="every",
+            marks=pytest.mark.skipif(
+                os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1"
+            ),
+        ),
+    ],
+)
+def test_operations_from_end_to_end(names: list[str]) -> None:
+    small = [case for case in differentiable.CASES if case.nbytes == 4 << 10]
+    tiny = [case for case in small if case.op.name in names]
+    assert [case.op.name for case in tiny] == names
+    for case in differentiable.measure(tiny, Options(rounds=1)):
+        assert [m.name for m in case.measures] == ["forward", "forward and backward"]
+        for measure in case.measures:
+            assert list(measure.contenders) == [
+                "gradwire",
+                "gradwire, checked",
+                "gradwire on shm",
+                "torch",
+                "raw",
+            ]
+            assert all(math.isfinite(ratio.value) for ratio in measure.ratios.values())
+
+
+def test_a_wrong_gradient_is_refused() -> None:
+    calls = {"gradwire": lambda x: 2 * x, "torch": lambda x: 2 * x.detach() + x}
+    with pytest.raises(AssertionError, match="torch's gradient is not gradwire's"):
+        differentiable._agree_on_results(calls, torch.ones(2, requires_grad=True))
+
+
+# -- overhead -------------------------------------------------------------------------------------
+
+
+def test_overhead_from_end_to_end() -> None:
+    results = overhead.measure(overhead.CASES, Options(rounds=1, world_size=1))
+    assert [case.name for case in results] == [op.name for op in differentiable.OPS]
+    for case in results:
+        (measure,) = case.measures
+        times = {name: spread.median for name, spread in measure.contenders.items()}
+        above = times.pop("gradwire, above raw"), times.pop("torch, above raw")
+        assert above == (times["gradwire"] - times["raw"], times["torch"] - times["raw"])
+    assert not dist.is_initialized()
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.wide
+def test_hooks_from_end_to_end() -> None:
+    chosen = [case for case in hooks.CASES if case.name in ("int8", "bf16")]
+    cases = hooks.measure(chosen, Options(rounds=1), layers=1)
+    assert [case.name for case in cases] == ["bf16", "int8"]
+    for case in cases:
+        time, sent = case.measures
+        assert set(time.contenders) == {"gradwire", hooks.NO_HOOK, *hooks.PEERS}
+        nbytes = sum(p.nbytes for p in models.mlp(1).parameters())
+        assert sent.contenders["torch"].median == pytest.approx(nbytes / 1e6)  # 2 (W - 1) / W = 1
+        assert sent.contenders["torch, fp16"].median == pytest.approx(nbytes / 2e6)
+    int8 = cases[1].measures[1].contenders["gradwire"].median
+    assert int8 == pytest.approx(nbytes / 1e6 * 260 / 1024, rel=0.01)
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+def tiny() -> list[torch.Tensor]:
+    return [torch.empty(8, 8), torch.empty(3), torch.empty(1 << 16)]
+
+
+@pytest.mark.wide
+def test_devices_from_end_to_end() -> None:
+    options = Options(rounds=2, world_size=1)
+    cases = [
+        devices.Case("add", partial(devices._adding, 4, 1), "any"),
+        devices.Case("add many", partial(devices._adding_many, 4, tiny), "any"),
+        devices.Case("copy many", partial(devices._broadcasting, 2, tiny), "any"),
+        devices.Case("copy nothing", partial(devices._broadcasting, 1, tiny), "any"),
+    ]
+    results = devices.measure(cases, options)
+    contenders = ["gradwire", "torch", "torch, one device", "copying in place"]
+    found = [list(case.measures[0].contenders) for case in results]
+    assert found == [contenders, contenders, [*contenders[:2], contenders[3]], contenders[:2]]
+    for case in results:
+        assert all(math.isfinite(e.value) for e in case.measures[0].ratios.values())
+    assert conditions(Result.of("devices", options, results)).startswith("one process, 2 rounds, ")
+
+
+def test_a_wrong_result_of_devices_is_found_out() -> None:
+    with pytest.raises(AssertionError, match=r"lazy's result 1 of shape \(3,\) is wrong"):
+        devices._check("lazy", [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)])
+
+
+def test_there_are_no_ranks_to_choose() -> None:
+    result = CliRunner().invoke(main, ["devices", "--world-size", "2"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_the_gpu_benchmark_says_that_there_is_none() -> None:
+    result = CliRunner().invoke(main, ["devices_gpu"])
+    assert result.exit_code == 1
+    assert result.output == "Error: there is no CUDA device here\n"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_gpu_benchmark_from_end_to_end() -> None:
+    cases = [
+        devices.Case("scatter", partial(devices_gpu._scattering, 1), "any"),
+        devices.Case("gather", partial(devices_gpu._gathering, 1), "any"),
+        devices.Case("add", partial(devices_gpu._adding, 3, 1), "any"),
+    ]
+    results = devices_gpu.measure(cases, Options(rounds=2, world_size=1))
+    assert [list(c.measures[0].contenders) for c in results] == [["gradwire", "bare copy"]] * 3
+
+
+# -- sites ----------------------------------------------------------------------------------------
+
+
+def events(*shards: list[int]) -> sites.Events:
+    """Return the log of two sites that commit two outer steps; in the second, with these shards."""
+    found = sites.Events(Path())
+    for step, of_sites in enumerate(([[0], [1]], shards)):
+        for site, counted in enumerate(of_sites):
+            line: dict[str, Any] = {"event": "reduced", "site": site, "step": step, "generation": 1}
+            found.lines.append({**line, "shards": counted})
+            times = {"began": float(step), "computed": step + 0.75 + site / 8, "time": step + 1.0}
+            line |= {"event": "committed", "size": 2, "samples": 10 * (step + 1), **times}
+            found.lines.append(line)
+    found.lines.append({"event": "end", "loss": 2.0, "digest": "a"})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shards", "wrong"), [([[0], [1]], 0), ([[0], [0]], 1), ([[0], []], 1), ([[0], [0, 1]], 1)]
+)
+def test_a_shard_is_counted_once(shards: list[list[int]], wrong: int) -> None:
+    found = sites.outcome(events(*shards), sites=2, shards=2)
+    assert found.wrong == wrong
+    assert found.rate == 10.0
+    assert found.exposed == 0.125
+    assert found.samples == 20
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts: {why_no_hosts()}")
+def test_two_sites_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sites, "SECONDS", 6.0)
+    monkeypatch.setattr(sites, "BETWEEN_FAULTS", 2.0)
+    monkeypatch.setattr(sites, "CUT_SECONDS", 1.0)
+    monkeypatch.setattr(sites, "DDP_SEEDS", range(1))
+    data = tmp_path / "data.pt"
+    sites.make_data(data)
+    case = replace(sites.CASES[0], name="tiny")
+    measures = {m.name: m for m in sites.measure_case(data, case, [sites.OURS]).measures}
+    assert 5 < measures["goodput"].contenders[sites.OURS].median < 130
+    assert measures["faults"].contenders[sites.OURS].median >= 2
+    assert {*measures["loss at the end"].contenders} == {sites.OURS, sites.DDP}

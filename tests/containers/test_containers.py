@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserList, defaultdict, deque
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz.containers import Configured, Counted, Refusing, Stored
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
@@ -18,29 +19,10 @@ from gradwire._containers import flatten_one_level, leaves, map_tensors, tensors
 from gradwire.errors import ArgumentTypeError
 
 
-class OwnConstructor(dict[str, Any]):
-    """Takes other arguments than a dict, and has an entry as an attribute, too."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__(logits=logits)
-        self.logits = logits
-
-
 class Attributes(dict[str, Any]):
     def __init__(self, **entries: Any) -> None:
         super().__init__(**entries)
         self.__dict__ = self
-
-
-class Frozen(dict[str, Any]):
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise TypeError("frozen")
-
-
-class Configured(UserDict[str, Any]):
-    def __init__(self, config: str) -> None:
-        super().__init__()
-        self.config = config
 
 
 class Store(MutableMapping[str, Any]):
@@ -63,12 +45,6 @@ class Store(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.held)
-
-
-class Counted(list[Any]):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count_of = count
 
 
 class Two(tuple[Any, ...]):
@@ -112,15 +88,15 @@ CONTAINERS = {
     "defaultdict": (defaultdict(list, x=X), lambda v: v.default_factory),
     "Counter": (Counter(x=X), len),
     "OrderedDict": (OrderedDict(y=1, x=X), list),
-    "constructor": (OwnConstructor(X), lambda v: v.logits is v["logits"]),
+    "constructor": (filled(Configured("c", X), X), lambda v: (v.first is v["x"], v.config)),
     "attributes": (Attributes(x=X, more=Attributes(y=X)), lambda v: v.more.y is v["more"]["y"]),
-    "frozen": (Frozen(x=X), list),
-    "UserDict": (filled(Configured("c"), X), lambda v: v.config),
+    "frozen": (Refusing(x=X), list),
+    "UserDict": (filled(Stored("c"), X), lambda v: v.config),
     "mapping": (filled(Store(name="n"), X), lambda v: v.name),
     "proxy": (MappingProxyType({"x": X}), list),
     "ChainMap": (ChainMap({"x": X}, {"y": 1}), sorted),
     "UserList": (UserList([X, 1]), len),
-    "list": (with_entry(Counted(3), X), lambda v: v.count_of),
+    "list": (with_entry(Counted(3), X), lambda v: v.total),
     "deque": (deque([X], maxlen=2), lambda v: v.maxlen),
     "tuple": (Two(X, 1), lambda v: (v.first is v[0], v[1])),
     "return type": (torch.ones(2, 2).max(0), lambda v: v.values is v[0]),

@@ -327,14 +327,10 @@ class _Case:
 
     def run(self) -> Outcome:
         """All steps, or those until something is wrong."""
-        made: list[Side] = []
-        try:
+        with contextlib.ExitStack() as made:
             return self._run(made)
-        finally:
-            for side in made:
-                side.close()
 
-    def _run(self, made: list[Side]) -> Outcome:
+    def _run(self, made: contextlib.ExitStack) -> Outcome:
         sides: dict[str, Side] = {}
         for kind in self.kinds:
             group = {"ours": dist.group.WORLD, "torch": self.theirs}.get(kind, self.control)
@@ -342,7 +338,7 @@ class _Case:
             if not problem:
                 assert isinstance(side, Side)
                 sides[kind] = side
-                made.append(side)
+                made.callback(side.close)
             elif self.note(kind, problem):
                 return self.outcome
         generator = torch.Generator().manual_seed(self.plan.seed * 16 + dist.get_rank())

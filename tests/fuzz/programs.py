@@ -47,11 +47,7 @@ def halves(state: Any, bucket: GradBucket) -> Any:
 
 
 TIMEOUT = 60.0
-HOOKS: dict[str, Callable[[], Any]] = {
-    "all_reduce": lambda: hooks.all_reduce,
-    "halves": lambda: halves,
-    "half": lambda: hooks.bf16,
-}
+HOOKS: dict[str, Any] = {"all_reduce": hooks.all_reduce, "halves": halves, "half": hooks.bf16}
 ERRORS = {"half": 2e-2}
 EDITS = ("none", "deleted", "new", "expanded", "sparse", "inference", "written")
 
@@ -69,17 +65,11 @@ SUBCLASSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Action:
-    """A part of a program.
+    """A part of a program: `kind` is a method of `Trainer`.
 
-    Attributes:
-        kind: "step", "transform", "evaluate", "edit" or "skip".
-        what: Which transform or edit, the mode of an evaluation, or the form of a backward: "two"
-            forwards, a "penalty" that has a transform's result in the loss, or "both".
-        rank: The rank that acts alone; None: all ranks.
-        zero: How gradients are reset before: "none", "zeros" or "keep".
-        local: Number of backwards in `no_sync`.
-        weights: Weights of each rank's backwards; None: without.
-        unused: Ranks that leave a layer out.
+    `what` is the transform, edit or mode, or a backward's form: "two" forwards, a "penalty" that
+    has a transform's result in the loss, or "both". `rank` acts alone; `local` backwards are in
+    `no_sync`; the ranks in `unused` leave a layer out.
     """
 
     kind: str
@@ -178,19 +168,14 @@ class Net(nn.Module):
 
     def __init__(self, program: Program, *, norm: type[nn.Module]) -> None:
         super().__init__()
-        dtype, generator = (
-            getattr(torch, program.dtype),
-            torch.Generator().manual_seed(program.seed),
-        )
+        dtype = getattr(torch, program.dtype)
+        generator = torch.Generator().manual_seed(program.seed)
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 2
 
         self.first = nn.Parameter(SUBCLASSES[program.subclass](drawn(WIDTH, WIDTH)))
-        self.second, self.third = (
-            nn.Linear(WIDTH, WIDTH, dtype=dtype),
-            nn.Linear(WIDTH, 2, dtype=dtype),
-        )
+        self.second, self.third = (nn.Linear(WIDTH, n, dtype=dtype) for n in (WIDTH, 2))
         with torch.no_grad():
             for p in (*self.second.parameters(), *self.third.parameters()):
                 p.copy_(drawn(*p.shape))
@@ -275,7 +260,7 @@ class Trainer:
         boxed = program.containers is not None
         inner = Boxed(self.net, program.containers or 0) if boxed else self.net
         self.ddp = DistributedDataParallel(inner, **program.options)
-        hook = None if program.hook is None else HOOKS[program.hook]()
+        hook = None if program.hook is None else HOOKS[program.hook]
         if program.changes:
             changes = {change: CHANGES[change] for change in program.changes}
             hook = hooks.wrap(hook or hooks.all_reduce, **changes)
@@ -365,12 +350,9 @@ class Trainer:
         if action.what in ("penalty", "both"):
             xs = self.batches()
             losses.append(penalty(lambda x: self.call(x, whole=whole), xs[self.rank]))
-            expected.append(
-                [
-                    penalty(lambda x, t=t, r=r: t(x, r not in action.unused), x)
-                    for r, (t, x) in enumerate(zip(self.twins, xs, strict=True))
-                ]
-            )
+            of_twins = enumerate(zip(self.twins, xs, strict=True))
+            one = lambda r, t, x: penalty(lambda v: t(v, r not in action.unused), x)  # noqa: E731
+            expected.append([one(r, t, x) for r, (t, x) in of_twins])
             self.compare("penalty", losses[0], expected[0][self.rank])
         for _ in range({"two": 2, "penalty": 0}.get(action.what, 1)):
             xs = self.batches()
@@ -555,25 +537,22 @@ def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: 
         setattr(module, name, None)
     elif edit == "deleted":
         module._buffers.pop(name, None)
-    elif edit == "written":
-        if (
-            buffer is not None
-            and not is_twin
-            and buffer.is_sparse is False
-            and (buffer.is_contiguous() and not buffer.is_inference())
-        ):
-            buffer.fill_(value)
-        elif buffer is not None:
-            module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
-    elif edit in ("new", "none") or is_twin:
-        module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
-    elif edit == "expanded":
-        module.register_buffer(name, torch.full((1,), value, dtype=dtype).expand(WIDTH))
-    elif edit == "sparse":
-        module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype).to_sparse())
+    elif edit == "written" and buffer is None:
+        pass
+    elif (
+        edit == "written"
+        and not (is_twin or buffer.is_sparse or buffer.is_inference())
+        and buffer.is_contiguous()
+    ):
+        buffer.fill_(value)
     else:
-        with torch.inference_mode():
-            module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
+        with torch.inference_mode(edit == "inference" and not is_twin):
+            new = torch.full((WIDTH,), value, dtype=dtype)
+            if edit == "expanded" and not is_twin:
+                new = new[:1].clone().expand(WIDTH)
+            module.register_buffer(
+                name, new.to_sparse() if edit == "sparse" and not is_twin else new
+            )
 
 
 def run_on_rank(programs: Sequence[Program]) -> None:

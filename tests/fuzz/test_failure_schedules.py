@@ -1,13 +1,8 @@
 """Random schedules of failures: no hang, no wrong gradient, no step that only some ranks took.
 
-A schedule says, for each step and rank, what goes wrong: an exception in a forward, in a backward
-before or after any layer, in a hook or its callback, as a signal handler raises it while the rank
-waits; a parameter that is left out; forwards too many; delays; a death. Ranks train on as a script
-would that catches errors. Every step that is taken is held against the mean of what each rank
-computes alone.
-
-A seed makes a schedule: `python tests/fuzz/test_failure_schedules.py SEED [BACKEND]` runs one
-again and prints it.
+Ranks train on as a script would that catches errors; each step that is taken is held against the
+mean of what each rank computes alone. `python tests/fuzz/test_failure_schedules.py SEED [BACKEND]`
+runs the schedule of a seed again and prints it.
 """
 
 from __future__ import annotations
@@ -288,8 +283,9 @@ def run_schedules(plans: list[Schedule]) -> list[list[tuple]]:
         patch.setattr(collective_log, "RESYNC_TIMEOUT_SECONDS", 20.0)
         logs = []
         for plan in plans:
+            if logs:
+                dist.barrier()
             logs.append(Run(plan).train())
-            dist.barrier()
         return logs
 
 
@@ -305,18 +301,13 @@ def run_and_check(seeds, ranks, backend, timeout):
         check(plan, logs)
 
 
-def die(plan):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(error_channel, "POLL_SECONDS", 0.02)
-        patch.setattr(collective_log, "RESYNC_TIMEOUT_SECONDS", 20.0)
-        return Run(plan).train()
-
-
 def run_death(seed, ranks, backend, timeout):
     plan = schedule(seed, ranks, death=True)
     print(plan)
     dying = [r for (_, r), e in plan.events.items() if any(k.startswith("die") for k, _ in e)]
-    logs = run_ranks(die, ranks, backend=backend, timeout=timeout, may_die=dying, args=[plan])
+    options = {"backend": backend, "timeout": timeout, "may_die": dying}
+    found = run_ranks(run_schedules, ranks, args=[[plan]], **options)
+    logs = [of_rank and of_rank[0] for of_rank in found]
     check(plan, logs)
     for rank, log in enumerate(logs):
         assert (log is None) == (rank in dying)

@@ -1,4 +1,4 @@
-"""Other launchers: recorder and timeline by environment variables, with unmodified programs."""
+"""Other launchers and wrappers: recorder and timeline by environment variables, and verdicts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
+from gradwire.recorder.verdict import Kind, explain
 
 PROGRAMS = Path(__file__).parents[1] / "integrations" / "programs"
 SLURM = """
@@ -117,3 +118,31 @@ def test_slurm_with_a_failing_task(site, places, tmp_path):
     first = verdict["findings"][0]
     assert (code, first["kind"], first["ranks"]) == (1, "error", [1])
     assert first["places"] == [f"{tmp_path / 'train.py'}:12"]
+
+
+# -- FSDP or a compiled module calls the collectives -----------------------------------------------
+
+SHARDED = Path(__file__).parent / "programs" / "sharded.py"
+EXPECTED = {"skip": Kind.MISMATCH, "raise": Kind.ERROR, "loop": Kind.MISSING}
+
+
+def line_of(mark: str) -> str:
+    lines = SHARDED.read_text().splitlines()
+    number = next(n for n, text in enumerate(lines, 1) if text.endswith(f"# here: {mark}"))
+    return f"{SHARDED}:{number}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "wrapper", "accident"),
+    [("gloo", "fsdp", "loop"), ("shm", "fsdp", "raise"), ("shm", "compiled", "skip")],
+)
+def test_verdict_names_rank_and_line(tmp_path, backend, wrapper, accident):
+    launch = [sys.executable, "-m", "gradwire", "run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launch, "--recorder", str(tmp_path), str(SHARDED), backend, wrapper, accident]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode != 0
+    finding = explain(tmp_path).findings[0]
+    assert (finding.kind, finding.ranks) == (EXPECTED[accident], (1,)), ended.stderr
+    assert line_of(accident) in finding.places
+    if accident != "raise":
+        assert line_of("others") in finding.places

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gradwire import errors
 from gradwire.recorder.verdict import Kind, explain
 from gradwire.recorder.verdict.rules import ABSENCES, CAUSES
 
@@ -72,8 +73,13 @@ class Run:
         found = {rank[1:]: {"code": code, "time": 0} for rank, code in codes.items()}
         (self.directory / "exits-0.json").write_text(json.dumps(found))
 
-    def verdict(self):
-        return explain(self.directory).findings[0]
+    def says(self, kind: str, ranks: tuple[int, ...], *words: str):
+        """Return the first finding, which has a kind or rule unless that is "", ranks and words."""
+        found = explain(self.directory).findings[0]
+        assert kind in ("", found.kind, found.rule)
+        assert found.ranks == ranks, found
+        assert all(text in found.summary for text in words), found.summary
+        return found
 
 
 @pytest.fixture
@@ -108,10 +114,8 @@ def test_minority_with_another_number_of_calls_is_named(run, longer, kind, named
             run.rank(rank, [*STEPS, LAST], [error(4.1 + rank / 100, waited=True)])
         else:
             run.rank(rank, STEPS, taken=3.1)
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (kind, named)
+    found = run.says(kind, named, said)
     assert found.confidence == ("likely" if named else "unclear")
-    assert said in found.summary
     assert any(" 3 times, on rank" in detail for detail in found.details)
     assert len(found.remedies) <= 3
 
@@ -122,7 +126,7 @@ def test_error_of_all_ranks_names_none(run):
     for rank in range(3):
         failed = error(4 + rank / 100, "FloatingPointError", "not finite", raised=True)
         run.rank(rank, STEPS, [failed])
-    assert run.verdict().ranks == ()
+    run.says("", ())
 
 
 def test_error_in_c_of_a_rank_that_did_not_wait_is_its_own(run):
@@ -131,7 +135,7 @@ def test_error_in_c_of_a_rank_that_did_not_wait_is_its_own(run):
     run.rank(0, [*STEPS, LAST], [error(6, waited=True)], taken=6)
     run.rank(1, STEPS, [error(3.5, message="shape")], taken=3.6)
     run.rank(2, [*STEPS, LAST], [error(6.1, waited=True)], taken=6.2)
-    assert (run.verdict().kind, run.verdict().ranks) == (Kind.ERROR, (1,))
+    run.says(Kind.ERROR, (1,))
 
 
 def test_error_in_c_after_another_ranks_end_is_no_cause(run):
@@ -139,14 +143,14 @@ def test_error_in_c_after_another_ranks_end_is_no_cause(run):
     run.rank(0, [*STEPS, LAST], [error(4.5)], taken=5)
     run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND))
     run.rank(2, [*STEPS, LAST], [error(4.6)], taken=5)
-    assert run.verdict().ranks == (1,)
+    run.says("", (1,))
 
 
 def test_finished_collective_is_not_reopened_by_an_error_of_python(run):
     run = run(2)
     run.rank(0, STEPS, [error(3.5, "ValueError", raised=True)], taken=4)
     run.rank(1, [*STEPS, LAST], [error(5, waited=True)], taken=6)
-    assert (run.verdict().kind, run.verdict().ranks) == (Kind.ERROR, (0,))
+    run.says(Kind.ERROR, (0,))
 
 
 def test_late_rank_is_found_by_the_times_of_calls(run):
@@ -154,9 +158,7 @@ def test_late_rank_is_found_by_the_times_of_calls(run):
     for rank, at in ((0, 4), (1, 12), (2, 4)):
         failing = call(4, at, done=False)
         run.rank(rank, [*STEPS, failing], [error(12.1 if rank == 1 else 9, waited=True)])
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (Kind.MISSING, (1,))
-    assert "8.0 s after ranks 0 and 2" in found.summary
+    run.says(Kind.MISSING, (1,), "8.0 s after ranks 0 and 2")
 
 
 @pytest.mark.parametrize("code", [3, 1])
@@ -166,10 +168,8 @@ def test_exit_with_a_code_names_line_and_text(run, code):
     exit_ = exit_call(33, code, "no data")
     run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND), exit=exit_)
     run.exits(r1=code)
-    found = run.verdict()
-    assert (found.ranks, found.places) == ((1,), [f"{FILE}:33"])
-    assert "called sys.exit at train.py:33" in found.summary
-    assert "no data" in found.summary
+    found = run.says("", (1,), "called sys.exit at train.py:33", "no data")
+    assert found.places == [f"{FILE}:33"]
 
 
 def test_handle_that_nothing_waited_for(run):
@@ -177,7 +177,7 @@ def test_handle_that_nothing_waited_for(run):
     run.rank(0, [*STEPS, LAST], taken=4.1, ended_ns=int(4.05 * SECOND))
     lost = error(4.2, "PeerLostError", waited=True)
     run.rank(1, [*STEPS, LAST | {"time_discovered_completed_ns": 5 * SECOND}], [lost])
-    assert (run.verdict().rule, run.verdict().ranks) == ("left", (0,))
+    run.says("left", (0,))
 
 
 def test_same_rank_twice(run):
@@ -185,9 +185,7 @@ def test_same_rank_twice(run):
     for rank, pid in ((0, 10), (0, 11), (2, 12)):
         run.start(rank, pid)
     run.rank(0, (), [error(5, "DistNetworkError")])
-    found = run.verdict()
-    assert (found.rule, found.ranks) == ("same rank", (0,))
-    assert "no process has RANK 1" in found.summary
+    run.says("same rank", (0,), "no process has RANK 1")
 
 
 @pytest.mark.parametrize(("address", "named"), [("127.0.0.1", (1,)), ("10.0.0.1", ())])
@@ -197,7 +195,7 @@ def test_rank_that_was_never_started(run, address, named):
     for rank in (0, 2):
         run.start(rank, 10 + rank, MASTER_ADDR=address)
         run.rank(rank, (), [error(5, "DistNetworkError")])
-    assert (run.verdict().rule, run.verdict().ranks) == ("never started", named)
+    run.says("never started", named)
 
 
 def test_other_port(run):
@@ -205,9 +203,7 @@ def test_other_port(run):
     for rank in range(3):
         run.start(rank, 10 + rank, MASTER_PORT="29501" if rank == 1 else "29500")
         run.rank(rank, (), [error(5 + rank, "DistNetworkError")])
-    found = run.verdict()
-    assert (found.rule, found.ranks) == ("other address", (1,))
-    assert "MASTER_PORT=29501" in found.summary
+    run.says("other address", (1,), "MASTER_PORT=29501")
 
 
 def test_pause_of_a_run_without_failure(run):
@@ -216,16 +212,14 @@ def test_pause_of_a_run_without_failure(run):
     ahead = [call(n, n / 100 + (4 if n > 5 else 0)) for n in range(1, 9)]
     run.rank(0, ahead, pauses=[])
     run.rank(1, late, pauses=[(0, 3 * SECOND)])
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (Kind.SLOW_RANK, (1,))
-    assert "garbage collection took 3 s" in found.summary
+    run.says(Kind.SLOW_RANK, (1,), "garbage collection took 3 s")
 
 
 def test_short_delays_name_no_rank(run):
     run = run(2)
     run.rank(0, [call(n, n / 100) for n in range(1, 9)])
     run.rank(1, [call(n, n / 100 + 0.005) for n in range(1, 9)])
-    assert run.verdict().kind == Kind.NOTHING
+    run.says(Kind.NOTHING, ())
 
 
 def test_first_rank_that_was_not_finite(run):
@@ -234,9 +228,7 @@ def test_first_rank_that_was_not_finite(run):
         noted = {"what": "the gradients", "step": at, "parameters": ["a.weight"], "lines": []}
         failed = error(5, "FloatingPointError", "not finite", raised=True)
         run.rank(rank, STEPS, [failed], not_finite=[noted | {"time": at * SECOND}])
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (Kind.NOT_FINITE, (1,))
-    assert "in step 3: a.weight" in found.summary
+    run.says(Kind.NOT_FINITE, (1,), "in step 3: a.weight")
 
 
 def test_of_two_ranks_the_one_that_exits_within_its_loop_is_named(run, tmp_path):
@@ -247,7 +239,7 @@ def test_of_two_ranks_the_one_that_exits_within_its_loop_is_named(run, tmp_path)
     for line, ranks in ((4, ()), (3, (1,))):
         exit_ = exit_call(line, 0, file=program)
         run.rank(1, STEPS, taken=3.6, ended_ns=int(3.5 * SECOND), exit=exit_)
-        assert run.verdict().ranks == ranks
+        run.says("", ranks)
 
 
 def test_of_two_ranks_the_one_that_changed_its_port_is_named(run):
@@ -256,9 +248,7 @@ def test_of_two_ranks_the_one_that_changed_its_port_is_named(run):
         was = {"was": {"MASTER_PORT": "29500", "RANK": "1"}} if rank == 1 else {}
         run.start(rank, 10 + rank, was=was, MASTER_PORT="29501" if rank == 1 else "29500")
         run.rank(rank, (), [error(5 + rank, "DistNetworkError")])
-    found = run.verdict()
-    assert found.ranks == (1,)
-    assert "the program changed it on rank 1" in found.summary
+    run.says("", (1,), "the program changed it on rank 1")
 
 
 @pytest.mark.parametrize(("waits", "named"), [([0.5] * 6, (1,)), ([0] * 5 + [3], ())])
@@ -271,8 +261,7 @@ def test_one_long_wait_in_a_transfer_names_no_rank(run, waits, named):
             made = call(number + 1, number, ended=number + wait + 0.1)
             calls.append(made | {"waits_ns": {1: int(wait * SECOND)} if rank == 0 else {}})
         run.rank(rank, calls)
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (Kind.SLOW_TRANSFER, named)
+    run.says(Kind.SLOW_TRANSFER, named)
 
 
 @pytest.mark.parametrize(("missing", "named"), [(1, (2,)), (2, ())])
@@ -282,8 +271,7 @@ def test_ranks_without_dumps_count_for_the_majority(run, missing, named):
     run = run(world)
     for rank in range(world - missing):
         run.rank(rank, [call(1, 1), call(2, 2, size=9 if rank == 2 else 4, done=False)])
-    found = run.verdict()
-    assert (found.kind, found.ranks) == (Kind.MISMATCH, named)
+    run.says(Kind.MISMATCH, named)
 
 
 @pytest.mark.parametrize(
@@ -296,9 +284,7 @@ def test_ranks_that_differ_from_rank_0_may_be_right(run, world, failed, named):
         own = error(2 + rank / 100, message=f"[{rank}]: params[0] does not match", waited=True)
         lost = error(3, "PeerLostError", "a rank was lost", waited=True)
         run.rank(rank, [call(1, 1, line=5)], [own if rank in failed else lost])
-    found = run.verdict()
-    assert found.ranks == named, found
-    assert "does not match" in found.summary
+    run.says("", named, "does not match")
 
 
 def test_rank_that_waits_for_a_message_may_be_right(run):
@@ -308,4 +294,26 @@ def test_rank_that_waits_for_a_message_may_be_right(run):
     run.rank(0, STEPS, [error(9, "CollectiveTimeoutError", call="recv", lines=line)])
     for rank in (1, 2):
         run.rank(rank, [*STEPS, LAST], [error(9.1, waited=True, call="all_reduce")])
-    assert run.verdict().ranks == ()
+    run.says("", ())
+
+
+# -- the page "When something goes wrong" ------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "debug.md"
+BASES = {"DistributedError", "GradwireError"}  # never raised themselves
+
+
+def first_column(heading: str) -> set[str]:
+    """Return the names in the first column of a section's table."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    return {name.strip(" `") for cell in cells[1:] for name in cell.split(",")}
+
+
+def test_debug_page_lists_all_verdicts():
+    kinds = {value for name, value in vars(Kind).items() if name.isupper()}
+    assert first_column("Verdicts") == kinds
+
+
+def test_debug_page_lists_all_errors():
+    assert first_column("Errors") == set(errors.__all__) - BASES

@@ -1,4 +1,4 @@
-"""Results survive their file, and tables reach the pages, between the markers and nowhere else."""
+"""Results survive their file, and tables and the chart show them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from benchmarks import tables
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.options import Options
-from benchmarks.report import figures
+from benchmarks.plot import bars, in_words
+from benchmarks.report import conditions, figures
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.stats import Estimate, Spread
-from benchmarks.tables import PAGES, RESULTS, rewritten
+from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
 from click.testing import CliRunner
 
 PAGE = """# A page
@@ -134,3 +135,38 @@ def test_the_pages_of_the_repository_show_the_results_that_are_kept(path: Path) 
     text = path.read_text(encoding="utf-8")
     assert tables.BLOCK.search(text)
     assert rewritten(text, RESULTS, BENCHMARKS) == text
+
+
+# -- plot -----------------------------------------------------------------------------------------
+
+
+def test_the_chart_of_the_repository_shows_the_results_that_are_kept() -> None:
+    result, svg = Result.read(RESULTS / "ddp_shm.json"), PLOT.read_text(encoding="utf-8")
+    assert f">{conditions(result)}<" in svg
+    assert f">{in_words(result)}<" in svg
+
+
+def test_the_same_results_give_the_same_bytes() -> None:
+    result = Result.read(RESULTS / "ddp_shm.json")
+    assert bars(result) == bars(result)
+
+
+def test_a_group_of_bars_for_each_case_and_a_bar_for_each_contender() -> None:
+    result = Result.read(RESULTS / "ddp_shm.json")
+    svg = bars(result)
+    for text in (*(case.name for case in result.cases), "gradwire on shm", "torch on Gloo"):
+        assert svg.count(f">{text}</text>") == 1
+    assert ">no communication<" not in svg
+
+
+def test_the_command_draws(tmp_path: Path) -> None:
+    svg = tmp_path / "chart.svg"
+    assert CliRunner().invoke(main, ["plot", "--svg", str(svg)]).exit_code == 0
+    assert svg.read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", ["ddp_none", "../ddp"])
+def test_results_that_are_not_there_are_an_error(name: str) -> None:
+    run = CliRunner().invoke(main, ["plot", name])
+    assert run.exit_code == 2
+    assert "there are no results" in run.output

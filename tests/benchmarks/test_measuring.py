@@ -1,0 +1,144 @@
+"""Contenders take turns in a balanced order; statistics have known answers; shapes known sizes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, permutations
+from statistics import median
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks import alternate, shapes
+from benchmarks.stats import Spread, difference_ratio, geometric_mean, ratio, spread
+
+from gradwire.testing import run_ranks
+
+
+def test_two_contenders_take_turns_in_being_first() -> None:
+    rounds = [alternate.order(["a", "b"], number) for number in range(4)]
+    assert rounds == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
+
+
+def test_three_contenders_meet_in_every_order() -> None:
+    rounds = [tuple(alternate.order(["a", "b", "c"], number)) for number in range(6)]
+    assert sorted(rounds) == sorted(permutations("abc"))
+    followers = Counter(pair for order in rounds for pair in pairwise(order))
+    assert set(followers.values()) == {2}
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+def test_each_comes_as_often_after_each_other(names: str) -> None:
+    rounds = [alternate.order(names, number) for number in range(2 * len(names))]
+    for place in zip(*rounds, strict=True):
+        assert Counter(place) == dict.fromkeys(names, 2)
+    followers = Counter(pair for order in rounds for pair in pairwise(order))
+    assert followers == dict.fromkeys(permutations(names, 2), 2)
+
+
+def test_each_sample_is_the_slowest_ranks() -> None:
+    def ranks() -> tuple[dict[str, list[float]], int]:
+        now, calls = 0.0, 0
+
+        def pass_time(name: str) -> None:
+            nonlocal now, calls
+            calls += 1
+            # rank 0 is slow in a, rank 1 in b; each call takes a little longer than the last
+            slow = (name == "a") == (dist.get_rank() == 0)
+            now += (100 if slow else 1) + calls
+
+        steps = {name: partial(pass_time, name) for name in ("a", "b")}
+        with patch.object(alternate, "perf_counter", lambda: now):
+            taken = alternate.alternate(steps, 2, warmup=2)
+        return taken, calls
+
+    for taken, calls in run_ranks(ranks):
+        assert calls == 8  # two rounds that do not count, and two that do
+        # the order of the timed rounds is a, b and then b, a
+        assert taken == {"a": [105.0, 108.0], "b": [106.0, 107.0]}
+
+
+def test_in_series_each_sample_follows_one_like_it() -> None:
+    def ranks() -> list[str]:
+        called: list[str] = []
+        steps = {name: partial(called.append, name) for name in ("a", "b")}
+        taken = alternate.alternate(steps, 1, warmup=0, in_series=True)
+        assert [len(seconds) for seconds in taken.values()] == [1, 1]
+        return called
+
+    assert run_ranks(ranks) == [["a", "a", "b", "b"]] * 2
+
+
+# -- stats ----------------------------------------------------------------------------------------
+
+
+def test_spread_is_the_quartiles() -> None:
+    assert spread([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(median=3.0, lower=2.0, upper=4.0)
+    assert spread([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_what_disturbs_a_whole_round_cancels_in_the_ratio() -> None:
+    theirs = [1.0, 9.0, 2.0, 70.0, 1.5, 3.0]
+    estimate = ratio([t / 2 for t in theirs], theirs)
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.5, 0.5)
+
+
+def test_the_ratio_pairs_rounds() -> None:
+    assert ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]).value == 2.0  # median of 1, 2, 3
+    with pytest.raises(ValueError, match="zip"):
+        ratio([1.0, 2.0], [1.0])
+
+
+def test_difference_ratio_counts_from_the_base() -> None:
+    base = [10.0, 20.0, 15.0, 12.0]
+    ours, theirs = [b + 3 for b in base], [b + 4 for b in base]
+    estimate = difference_ratio(ours, theirs, base)
+    assert (estimate.value, estimate.low, estimate.high) == (0.75, 0.75, 0.75)
+
+
+def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says() -> None:
+    generator = random.Random(1)
+    held = 0
+    for _ in range(50):
+        theirs = [generator.lognormvariate(0, 0.2) for _ in range(21)]
+        ours = [0.8 * generator.lognormvariate(0, 0.2) for _ in range(21)]
+        estimate = ratio(ours, theirs)
+        assert estimate.low < estimate.high
+        assert estimate.value == median(a / b for a, b in zip(ours, theirs, strict=True))
+        held += estimate.low <= 0.8 <= estimate.high
+    assert 43 <= held <= 50
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([0.25, 4.0]) == pytest.approx(1.0)
+    assert geometric_mean([0.1, 0.2, 0.4]) == pytest.approx(0.2)
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "count", "floats"),
+    [
+        # 161 parameters of 25,557,032 elements; 53 norms with a mean, a variance and a counter
+        (shapes.resnet50, 161 + 3 * 53, 25_557_032 + 53_120),
+        (shapes.gpt2_small, 148, 124_439_808),
+        (shapes.vit_b16, 152, 86_567_656),
+        (shapes.many_small, 1000, 250_000),
+        (shapes.one_large, 1, 25_000_000),
+    ],
+)
+def test_counts(tensors: Callable[[], list[torch.Tensor]], count: int, floats: int) -> None:
+    made = tensors()
+    assert len(made) == count
+    assert sum(t.numel() for t in made if t.dtype == torch.float32) == floats
+    assert {t.device.type for t in made} == {"meta"}
+
+
+def test_resnets_counters_are_integers() -> None:
+    counters = [t for t in shapes.resnet50() if t.dtype == torch.int64]
+    assert [t.shape for t in counters] == [torch.Size([])] * 53

@@ -1,8 +1,0 @@
-"""Makes `examples` importable, here and in the ranks: it is not installed."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
