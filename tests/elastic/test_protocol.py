@@ -32,7 +32,6 @@ def test_two_members_of_which_one_may_die_anywhere() -> None:
         (Model(members=1, crashes=2, joiners=2, steps=1), 250_269),
         (Model(members=2, crashes=0, joiners=1, suspicions=1, steps=1), 247_177),
     ],
-    ids=str,
 )
 @pytest.mark.timeout(300)
 def test_crashes_joins_and_false_suspicions(model: Model, worlds: int) -> None:
@@ -51,7 +50,6 @@ def test_crashes_joins_and_false_suspicions(model: Model, worlds: int) -> None:
         (Model(members=3, crashes=1, suspicions=1), None),
         (Model(members=3, crashes=2, joiners=1, steps=1), 4_056_915),
     ],
-    ids=str,
 )
 @pytest.mark.timeout(7200)
 def test_larger_worlds(model: Model, worlds: int | None) -> None:
@@ -75,7 +73,6 @@ ALL_STOP = ((1, 0), (2, 0), (3, 0))
         Model(members=3, crashes=1, stops=((1, 0),)),
         Model(members=1, crashes=1, joiners=1, steps=3, stops=((1, 1),)),
     ],
-    ids=str,
 )
 @pytest.mark.timeout(300)
 def test_members_stop_at_the_same_step(model: Model) -> None:
