@@ -271,11 +271,9 @@ class ParameterCheck:
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._modules = {id(child) for child in module.modules()}
         self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
-        register_parameter_hook = torch_module.register_module_parameter_registration_hook
-        register_module_hook = torch_module.register_module_module_registration_hook
         handles = [
-            register_parameter_hook(WeakHook(self._on_parameter)),
-            register_module_hook(WeakHook(self._on_module)),
+            torch_module.register_module_parameter_registration_hook(WeakHook(self._on_parameter)),
+            torch_module.register_module_module_registration_hook(WeakHook(self._on_module)),
         ]
         remove_hooks_with(self, handles)
 

@@ -500,7 +500,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         This holds for the first backward, from which buckets are assigned. In later ones a hook of
         backward may call it once all parameters have their gradients.
         """
-        return self.reducer.must_return_first
+        reducer = self.reducer
+        return reducer.manual and (reducer.arrivals is not None or reducer.usage.recording)
 
     def finalize_backward(self) -> None:
         """Wait for the buckets of a backward, and write the results to the gradients.

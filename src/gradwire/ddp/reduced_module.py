@@ -73,6 +73,8 @@ Reword = Callable[[ReductionError], ReductionError | None]
 NOT_PICKLED = ("named", "reducer", "_parameter_check", "_replicas", "_reword")
 """Attributes recreated for the parameters of a copy."""
 REPLICAS_CHECKED_EVERY = 100
+AVERAGES = (None, all_reduce, bf16, fp16)
+"""Hooks from which all ranks receive the same gradients, besides those with `averages`."""
 
 
 class ReducedModule:
@@ -146,21 +148,13 @@ class ReducedModule:
 
     def _set_replica_interval(self) -> None:
         every = self._check_replicas
-        if every is None:
-            every = REPLICAS_CHECKED_EVERY if self._averages() else 0
+        if every is None:  # only if all ranks are known to receive the same gradients
+            hook, state = self.hook, self.reducer.hook_state
+            known = hook.averages if isinstance(hook, StatefulHook) else hook in AVERAGES
+            other = getattr(state, "process_group", state)
+            elsewhere = isinstance(other, ProcessGroup) and other is not self.group
+            every = REPLICAS_CHECKED_EVERY if known and not elsewhere else 0
         self._replicas.every = every
-
-    def _averages(self) -> bool:
-        """Return True if all ranks are known to receive the same gradients."""
-        if self.hook is None:
-            return True
-        if isinstance(self.hook, StatefulHook):
-            averages = self.hook.averages
-        else:
-            averages = self.hook in (all_reduce, bf16, fp16)
-        state = self.reducer.hook_state
-        other = getattr(state, "process_group", state)
-        return averages and (other is self.group or not isinstance(other, ProcessGroup))
 
     def reword_unexpected(self, reword: Reword) -> None:
         """Let a function convert errors of unexpected gradients; copies do not have it."""

@@ -92,28 +92,15 @@ class SyncBatchNorm(_BatchNorm):
             ArgumentError: The input has a wrong number of dims or channels, or all ranks together
                 have fewer than two values per channel in training.
         """
-        group = self._group() if self.training else None
-        if group is None:
+        group = self.process_group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if not self.training or group is None or group.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return self._normalize(input, group)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.size(1) != self.num_features:
-            raise ArgumentError(
-                f"input has shape {tuple(input.shape)}: pass (n, {self.num_features}, ...)"
-            )
-
-    def _group(self) -> ProcessGroup | None:
-        """Return the group if it has other ranks."""
-        group = self.process_group
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        return group if group is not None and group.size() > 1 else None
-
-    def _normalize(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        x = input
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # float64, because float32 rounds counts from 2**24 on
@@ -135,6 +122,12 @@ class SyncBatchNorm(_BatchNorm):
         if self.bias is not None:
             out = out + self.bias.view(shape)
         return out.to(x.dtype)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ArgumentError(
+                f"input has shape {tuple(input.shape)}: pass (n, {self.num_features}, ...)"
+            )
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         if self.track_running_stats and self.running_mean is not None:

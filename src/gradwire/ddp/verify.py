@@ -82,8 +82,15 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
         dist.all_gather_object(everyone, own, group=group)
-    message = f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}"
-    error = MismatchError(message, _first_differing(everyone))
+    each = zip_longest(*everyone, fillvalue=("(nothing)", "ends before"))
+    first = next((entries for entries in each if len({*map(tuple, entries)}) > 1), ())
+    values = [f"{name}: {value}" for name, value in first]
+    held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+    where = f"first {held}" if values else "in parameters that are equal by now"
+    names = [{name for name, _ in rank} for rank in everyone]
+    if values and (only := sorted(set[str]().union(*names) - names[0].intersection(*names))):
+        where += f". Not on every rank: {', '.join(only)}"
+    error = MismatchError(f"the ranks' {what} differ, {where}. {remedy}", values)
     record_error(error, group=group)
     raise error
 
@@ -137,15 +144,18 @@ class Replicas:
 
     def verify(self) -> None:
         """Raise MismatchError on every rank if parameters differed in the last backward."""
-        sums, sent = self._reducer.receive_replicas(), self._sent
-        if sums is None or sent is None:
+        reducer, sent = self._reducer, self._sent
+        if reducer.replica_sum is None or sent is None:
             return
+        sums, work = reducer.replica_sum
+        reducer.launcher.wait_small(work)
+        reducer.replica_sum = None
         same = (sums == sums[0]).all(0).tolist()
         if all(same[:DIGEST_NUMBERS]) and any(same[DIGEST_NUMBERS:]):
             return
         own = [*sent.each(), ("(forwards without a backward)", sent.forwards)]
         what = f"replicas after step {sent.step}"
-        _raise_difference(self._reducer.group, own, what, REPLICAS_REMEDY)
+        _raise_difference(reducer.group, own, what, REPLICAS_REMEDY)
 
 
 class _Snapshot:
@@ -159,32 +169,12 @@ class _Snapshot:
         self.step, self.forwards = step, ""
         self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
         self.digest = digest(part for _, p in self._chosen for part in dense_parts(p.detach()))
-        self._held = self._compute_each() if changes else None
+        self._held: Description = []
+        if changes:
+            self._held = self.each()
 
-    def _compute_each(self) -> Description:
-        return [
+    def each(self) -> Description:
+        return self._held or [
             (name, f"digest {digest(dense_parts(p.detach())).hex()[:8]}")
             for name, p in self._chosen
         ]
-
-    def each(self) -> Description:
-        return self._compute_each() if self._held is None else self._held
-
-
-def _first_difference(everyone: list[Description]) -> str:
-    values = _first_differing(everyone)
-    if not values:
-        return "in parameters that are equal by now"
-    held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-    names = [{name for name, _ in rank} for rank in everyone]
-    only = sorted(set[str]().union(*names) - names[0].intersection(*names))
-    hint = f". Not on every rank: {', '.join(only)}" if only else ""
-    return f"first {held}{hint}"
-
-
-def _first_differing(everyone: list[Description]) -> list[str]:
-    """Return what each rank has where they first differ; empty if they do not."""
-    for entries in zip_longest(*everyone, fillvalue=("(nothing)", "ends before")):
-        if len({tuple(entry) for entry in entries}) > 1:
-            return [f"{name}: {what}" for name, what in entries]
-    return []

@@ -88,10 +88,9 @@ class Bucket(ABC):
     def __init__(
         self,
         members: Sequence[Member],
-        *,
         scale: float,
-        early: Collection[int],
         context: BucketContext,
+        early: Collection[int],
     ) -> None:
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
@@ -250,7 +249,7 @@ class InPlaceBucket(Bucket):
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
         early = (member.index,) if member.count == 1 else ()
-        super().__init__([member], scale=scale, early=early, context=context)
+        super().__init__([member], scale, context, early)
         self._strides = memory_strides(member.like)
 
     def reset(self) -> None:
@@ -281,12 +280,11 @@ class InPlaceBucket(Bucket):
         if self._taken:
             return  # copied in early
         parameter = self.parameters[0]
-        if not self.unused:
-            self._copy_in_whole(dense_gradient(parameter))
-        elif parameter.grad is not None:  # accumulated earlier
-            self._copy_in_whole(parameter.grad)
-        else:
+        gradient = parameter.grad if self.unused else dense_gradient(parameter)
+        if gradient is None:
             self.zero()
+        else:
+            self._copy_in_whole(gradient)
 
     def _copy_in_whole(self, gradient: Tensor) -> None:
         self._allocate().copy_(gradient.detach())
@@ -343,7 +341,7 @@ class SparseBucket(Bucket):
     """
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
-        super().__init__([member], scale=scale, early=(), context=context)
+        super().__init__([member], scale, context, early=())
         self.total = SparseSum(context.group)
 
     def copy_in(self) -> None:

@@ -74,7 +74,7 @@ class PackedBucket(Bucket):
         lends = context.lend and not self._lazy
         small = [i for i in self._late if i not in self._late_large] if lends else ()
         self._lent = LentGradients([m.parameter for m in members], small)
-        super().__init__(members, scale=scale, early=self._place.keys(), context=context)
+        super().__init__(members, scale, context, early=self._place.keys())
         if not self._lazy:
             self._allocate()
 
@@ -200,9 +200,8 @@ class PackedBucket(Bucket):
         # Entries from `copy_in` are reused where they are still valid: checking a tiny gradient
         # again takes as long as copying it.
         copied, self._copied_in = self._copied_in, ()
-        if not copied:
-            return self._outside(places, source)
-        if source is self._views and all(self.parameters[i].grad is g for i, g, _ in copied):
+        valid = source is self._views and all(self.parameters[i].grad is g for i, g, _ in copied)
+        if copied and valid:
             known = {i for i, _, _ in copied}
             return [*copied, *self._outside([i for i in places if i not in known], source)]
         return self._outside(places, source)

@@ -37,7 +37,6 @@ from gradwire.ddp.faults.protocol import (
     Statement,
     diverged,
     missing,
-    missing_elsewhere,
     next_phase,
 )
 from gradwire.errors import (
@@ -100,9 +99,6 @@ class CollectiveLog:
         if work is not None:
             self._small.append(work)
 
-    def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
-        self.elsewhere.setdefault(key_of(group), []).append((sequence_number(group), entry))
-
     def counts(self) -> tuple[int, int]:
         """Return the numbers of collectives on the group and on others."""
         return self.position(), sum(map(len, self.elsewhere.values()))
@@ -124,8 +120,8 @@ class CollectiveLog:
         """Return the number of the last collective sent on the group."""
         group = self._group()
         assert group is not None
-        try:  # `sequence_number`, called several times per bucket
-            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        try:
+            return sequence_number(group)
         except RuntimeError:  # the backend does not count: count logged collectives only
             return self._counted
 
@@ -188,7 +184,8 @@ class LogMode(TorchDispatchMode):
         if group.group_name == self._name:
             self._log.add(entry)
         else:
-            self._log.add_elsewhere(group, entry)
+            sent = self._log.elsewhere.setdefault(key_of(group), [])
+            sent.append((sequence_number(group), entry))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -317,8 +314,7 @@ class Participant(Protocol):
     state: BackwardState
     end: int  # position of the last message, while COMMITTING or UNDECIDED
 
-    def in_flight(self) -> list[Handle]:
-        """Return the communication in progress."""
+    launcher: Any  # whose `in_flight` returns the communication in progress
 
     def start_over(self) -> None:
         """Discard the running backward and all state learned from earlier ones, on all ranks."""
@@ -409,7 +405,7 @@ class ResynchronizationRound:
         self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
         self._in_flight: list[Handle] = [
             *log.in_flight(),
-            *(one for p in participants for one in p.in_flight()),
+            *(one for p in participants for one in p.launcher.in_flight()),
         ]
         self.positions: list[int] = []
         self.diverged = ""
@@ -492,7 +488,8 @@ class ResynchronizationRound:
             group = group_of(name)
             if group is not None:
                 at = sequence_number(group)
-                for entry in missing_elsewhere(name, at, statements):
+                stated = [s.elsewhere[name] for s in statements if name in s.elsewhere]
+                for entry in missing(at, [(at, ()), *stated]):
                     self._in_flight.append(join(group, entry))
 
     def _ended(self) -> bool:

@@ -108,8 +108,7 @@ class FaultDomain:
 
     @staticmethod
     def known(group: ProcessGroup) -> FaultDomain | None:
-        with _DOMAINS_LOCK:
-            return _DOMAINS.get(group)
+        return _DOMAINS.get(group)
 
     def elsewhere(self) -> Sequence[Any]:
         """Return the reducers of this process's other groups."""
@@ -135,11 +134,6 @@ class FaultDomain:
     @property
     def _no_error_pending(self) -> bool:
         return self._deferred is None and self.broken is None and self._round is None
-
-    @property
-    def name(self) -> str:
-        """Random name of the group, the same on all ranks; empty before `connect`."""
-        return self.channel.name
 
     # -- rounds ----------------------------------------------------------------------------
 

@@ -53,11 +53,6 @@ class BackwardState(Enum):
         kind = BackwardState
         return self not in (kind.LOCAL, kind.EXPECTED, kind.REDUCED, kind.FINALIZED)
 
-    @property
-    def interrupted(self) -> bool:
-        """True if an exception ended the backward, and ranks are not resynchronized yet."""
-        return self in (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
-
 
 class Event(Enum):
     """Event that changes the state of a backward."""
@@ -212,12 +207,6 @@ def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[A
             f"collectives that no reducer sent were in progress (numbers {unknown})"
         )
     return [known[number] for number in needed]
-
-
-def missing_elsewhere(name: str, position: int, statements: Sequence[Statement]) -> list[Any]:
-    """Return the result of `missing` for another group that this rank is a member of."""
-    stated = [s.elsewhere[name] for s in statements if name in s.elsewhere]
-    return missing(position, [(position, ()), *stated])
 
 
 def all_took_part(end: int, positions: Sequence[int]) -> bool:

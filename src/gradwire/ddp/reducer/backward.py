@@ -41,9 +41,8 @@ from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.arguments import remove_hooks
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
-from gradwire.ddp.faults.error_channel import Handle
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event
+from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Forwards, Tally, Usage, Weights
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
@@ -166,9 +165,7 @@ class Backward:
 
     def transition(self, event: Event) -> None:
         """Change to the state that follows an event."""
-        following = TRANSITIONS[self.state].get(event)
-        assert following is not None, f"{event} in {self.state}"
-        self.state = following
+        self.state = after(self.state, event)
 
     def others(self) -> Sequence[Backward]:
         """Return the backwards of the group's other reducers."""
@@ -178,10 +175,6 @@ class Backward:
         """Return the backwards of other groups that run in the same backward of autograd."""
         elsewhere = self.domain.elsewhere()
         return [b for b in elsewhere if b.running and b.task == self.task] if elsewhere else []
-
-    def in_flight(self) -> list[Handle]:
-        """Return the messages in flight."""
-        return self.launcher.in_flight()
 
     # -- optimizers that step during backward ------------------------------------------------
 
@@ -401,7 +394,7 @@ class Backward:
     def _launch_ready(self, *, final: bool, ended: bool) -> None:
         """Fill and launch the next buckets, up to the first one that is not ready."""
         buckets, launched, domain = self.bucket_set, self.launcher.launched, self.domain
-        if not ended and not domain.name and self._may_share():
+        if not ended and not domain.channel.name and self._may_share():
             return
         # autograd runs one thread per device: only one at a time selects and launches the next
         # bucket
@@ -565,11 +558,11 @@ class Backward:
         if not parked or any(b.running and not b.parked for b in together.values()):
             return
         for one in parked:
-            if not one.domain.name:
+            if not one.domain.channel.name:
                 one.domain.channel.start_connecting(one.group)
         for one in parked:
             one.domain.connect()
-        for one in sorted(parked, key=lambda b: b.domain.name):
+        for one in sorted(parked, key=lambda b: b.domain.channel.name):
             if one.parked and one.running:
                 one.parked = False
                 try:
@@ -750,7 +743,8 @@ class Backward:
         if asked is not None:
             flags, work = asked
             launcher.wait_small(work)
-            usage.receive(flags)
+            usage.unused = frozenset((flags == 0).nonzero().flatten().tolist())
+            usage.touched.clear()
         results = []
         for launched in launcher.launched:
             since = perf_counter_ns()
@@ -895,7 +889,8 @@ class Backward:
     def reset(self) -> None:
         """Discard the running backward."""
         # gradients accumulated after an exception on this rank belong to the next backward
-        if self.state.unfinished and not self.state.interrupted:
+        interrupted = (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
+        if self.state.unfinished and self.state not in interrupted:
             self._give_up_gradients()
         self.transition(Event.RESET)
         self._clear()
@@ -910,7 +905,7 @@ class Backward:
         self.reset()
         self.shadowed = False  # the waiting rank has raised an error
         self.usage.counts, self.usage.unused = {}, frozenset()
-        self.forwards.clear()
+        self.forwards = Forwards()
         self.since_replicas = 0
         self.reassign_buckets(self.bucket_set.first_order())
 

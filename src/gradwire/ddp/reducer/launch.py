@@ -84,7 +84,8 @@ class Launcher:
 
     def __init__(self, group: ProcessGroup, domain: FaultDomain, owner: Participant) -> None:
         self._group, self._domain = group, domain
-        self._owner = weakref.ref(owner)  # the owner holds a reference to its launcher
+        waiter = weakref.proxy(owner)  # the owner holds a reference to its launcher
+        self._poll = lambda: domain.poll(waiter)
         self._options = AllreduceOptions()
         self.order: tuple[Tensor, Work] | None = None
         self.launched: list[Launched] = []
@@ -287,11 +288,6 @@ class Launcher:
     def _wait_future(self, future: torch._C.Future[Any], what: str) -> None:
         if late := wait_future(future, self._poll, self._domain.seconds):
             self._domain.give_up(self._domain.translate(late, what), late)
-
-    def _poll(self) -> None:
-        owner = self._owner()
-        assert owner is not None
-        self._domain.poll(owner)
 
 
 # -- streams of accelerators -------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -232,11 +232,6 @@ class Reducer(Backward):
             run_in_group(hook, group)
         self.start_over()
 
-    @property
-    def must_return_first(self) -> bool:
-        """True if the next backward must return before `finalize` is called."""
-        return self.manual and (self.arrivals is not None or self.usage.recording)
-
     # -- before a forward --------------------------------------------------------------------
 
     def begin_forward(self) -> None:
@@ -312,7 +307,8 @@ class Reducer(Backward):
         for tensor in begun:
             tensor.register_hook(call)
             if forward is not None:  # the node references it for as long as the node lives
-                _metadata(tensor.grad_fn)[OUTPUT] = forward
+                node: Any = tensor.grad_fn
+                node.metadata[OUTPUT] = forward
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a forward under `no_sync`, whose backward is not reduced."""
@@ -349,23 +345,13 @@ class Reducer(Backward):
         """
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                prepare = weakref.WeakMethod(self.prepare)
-                tensor.register_hook(partial(on_nested_output, weakref.ref(self), prepare))
+                tensor.register_hook(partial(on_output, weakref.ref(self), nested=True))
 
     def skip(self) -> None:
         """Expect no backward of the last forward, which all ranks leave out."""
         self.prepare_late = self.weights.given = None
         if self.state is BackwardState.EXPECTED:
             self.transition(Event.SKIP)
-
-    def receive_replicas(self) -> Tensor | None:
-        """Return the sum of replicas' messages that the last backward began, once."""
-        if self.replica_sum is None:
-            return None
-        total, work = self.replica_sum
-        self.launcher.wait_small(work)
-        self.replica_sum = None
-        return total
 
     @property
     def in_backward(self) -> bool:
@@ -429,10 +415,14 @@ class Reducer(Backward):
 
 
 @runs_outside_contexts
-def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> None:
-    """Begin a backward at an output of a forward; `forward` is its number, or 0 if it has none."""
-    if (backward := reference()) is not None:
-        backward.reach_output(forward)
+def on_output(
+    reference: weakref.ref[Reducer], _: Tensor, forward: int = 0, *, nested: bool = False
+) -> None:
+    """Begin a backward at an output of a forward, which may be nested in another backward."""
+    if (reducer := reference()) is not None:
+        if nested and reducer.running and torch._C._current_graph_task_id() != reducer.task:
+            reducer.prepare()
+        reducer.reach_output(forward)
 
 
 @runs_outside_contexts
@@ -450,19 +440,6 @@ def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> N
     if backward.state is BackwardState.EXPECTED and backward.step == step:
         local = _LocalBackward(backward)
         torch.autograd.Variable._execution_engine.queue_callback(local)
-
-
-@runs_outside_contexts
-def on_nested_output(
-    reference: weakref.ref[Backward], prepare: weakref.WeakMethod[Callable[..., None]], _: Tensor
-) -> None:
-    """Begin a backward at an output of a forward that ran within another backward."""
-    backward, prepare_now = reference(), prepare()
-    if backward is None or prepare_now is None:
-        return
-    if backward.running and torch._C._current_graph_task_id() != backward.task:
-        prepare_now()
-    backward.reach_output(0)
 
 
 class _LocalBackward:
@@ -569,15 +546,9 @@ def with_own_nodes(output: Any, since: int) -> Any:
     def is_other(t: Tensor) -> bool:
         if not t.requires_grad or t.layout != torch.strided:
             return False
-        node = t.grad_fn
-        return node is None or node._sequence_nr() < since or OUTPUT in _metadata(node)
+        node: Any = t.grad_fn  # whose `metadata` is a method in PyTorch's stub
+        return node is None or node._sequence_nr() < since or OUTPUT in node.metadata
 
     if not any(is_other(t) for t in tensors_in(output)):
         return output
     return map_tensors(lambda t: t.view_as(t) if is_other(t) else t, output)
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    """Return the metadata dict of a node of autograd."""
-    metadata: dict[str, Any] = node.metadata  # PyTorch's stub declares a method
-    return metadata

@@ -78,10 +78,6 @@ class Forwards:
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Return to the initial state, on all ranks."""
         self.skipped = self._last = self._reached = self._first = 0
         self._open: dict[int, weakref.ref[Forward]] = {}
         self._counting = False
@@ -299,7 +295,15 @@ class Weights:
         if gradient is None:
             return None
         if index not in self._accumulated:
-            self._check_first(index)
+            held = self._parameters[index].grad
+            if held is not None and not _is_zero(held):
+                self.fail(
+                    NotSupportedError(
+                        "weight(n), and .grad holds gradients that were reduced before or got no "
+                        "weight: call zero_grad() after each reduction, accumulate under "
+                        "no_sync(), and call weight(n) before each backward"
+                    )
+                )
             if not self._accumulated:
                 self._sampled = index
             self._accumulated.add(index)
@@ -345,18 +349,6 @@ class Weights:
         if index == self._sampled and _version(gradient) == self._sampled_version:
             return False
         return _is_zero(gradient)
-
-    def _check_first(self, index: int) -> None:
-        """Raise if the first weighted gradient since a reduction would be added to another one."""
-        gradient = self._parameters[index].grad
-        if gradient is not None and not _is_zero(gradient):
-            self.fail(
-                NotSupportedError(
-                    "weight(n), and .grad holds gradients that were reduced before or got no "
-                    "weight: call zero_grad() after each reduction, accumulate under no_sync(), "
-                    "and call weight(n) before each backward"
-                )
-            )
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
@@ -470,8 +462,3 @@ class Usage:
         if indices := list({*used, *left}):
             mine[indices] = 1
         return mine
-
-    def receive(self, sums: Tensor) -> None:
-        """Record the parameters that no rank used, from the sum of the ranks' flags."""
-        self.unused = frozenset((sums == 0).nonzero().flatten().tolist())
-        self.touched.clear()
