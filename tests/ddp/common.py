@@ -6,15 +6,34 @@ Also models that fail in backward, and the reference for parameters that are not
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
+from functools import partial, wraps
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp import naive
 from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import PeerFailedError
 from gradwire.testing import run_ranks
+
+
+def on_ranks(ranks, **options):
+    """Run a test on each of so many ranks, with the options of `run_ranks`."""
+
+    def decorate(test):
+        @wraps(test)
+        def run(*args, **kwargs):
+            # that of the module runs them on the backend of the fixture
+            own = getattr(sys.modules[test.__module__], "run_ranks", run_ranks)
+            own(partial(test, *args, **kwargs), ranks, **options)
+
+        return run
+
+    return decorate
 
 
 def mlp(seed=0):
@@ -34,6 +53,52 @@ class Trap(torch.autograd.Function):
         raise ArithmeticError("trap")
 
 
+def sprung(where, rank=1):
+    """An mlp; on one rank its backward raises at a layer: 0 after all gradients, 5 before any."""
+
+    class Sprung(nn.Sequential):
+        on = False
+
+        def forward(self, x):
+            for i, layer in enumerate((*self, nn.Identity())):
+                if i == where and self.on and dist.get_rank() == rank:
+                    x = Trap.apply(x.requires_grad_() if i == 0 else x)
+                x = layer(x)
+            return x
+
+    return Sprung(*mlp())
+
+
+def inputs(rank):
+    return torch.full((2, 4), rank + 1.0)
+
+
+def step(*nets, loss=lambda outputs: sum(y.square().mean() for y in outputs)):
+    for net in nets:
+        net.zero_grad()
+    loss([net(inputs(dist.get_rank())) for net in nets]).backward()
+    return [p.grad for p in nets[0].parameters()]
+
+
+def assert_good_step(*nets):
+    step(*nets)
+    for net in nets:
+        ranks = dist.get_process_group_ranks(net.process_group)
+
+        def alone(plain, rank, _, ranks=ranks):
+            plain(inputs(ranks[rank])).square().mean().backward()
+
+        assert_gradients(net, in_one_process(alone, net.module, 0, len(ranks)))
+
+
+def fail_on_rank_1(net, *others):
+    """Raise in backward on rank 1, where it passes a net of `sprung`, and on the other ranks."""
+    net.module.on = True
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+        step(net, *others)
+    net.module.on = False
+
+
 def average_used(net):
     """What find_unused_parameters has to do: a mean over ranks of what any of them used."""
     for p in net.parameters():
@@ -49,6 +114,12 @@ def assert_same(net, twin):
         assert (p.grad is None) == (q.grad is None), n
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, msg=n)
+
+
+def assert_average(net, twin):
+    """Raise unless gradients are the mean over ranks of those of a twin, which get that value."""
+    average_used(twin)
+    assert_same(net, twin)
 
 
 class OneProcess(nn.Module):

@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from ddp import naive
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import GradwireError
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 OPTIONS = [
@@ -237,222 +237,197 @@ def test_containers_of_any_class_as_inputs_and_outputs(name, same_as_one_process
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("options", OPTIONS[:3])
+@on_ranks(2)
 def test_create_graph(options):
     """The values are reduced, and the history of this rank's gradients goes on from them."""
-
-    def main():
-        net, twin = DistributedDataParallel(mlp(), **options), mlp()
-        for step in range(3):
-            for model in (net, twin):
-                model.zero_grad()
-                model(own_batch(step)).square().mean().backward(create_graph=True)
-            locals_ = [p.grad for p in twin.parameters()]
-            reduced = [p.grad.detach().clone() for p in twin.parameters()]
-            for value in reduced:
-                dist.all_reduce(value.div_(dist.get_world_size()))
-            for p, want in zip(net.parameters(), reduced, strict=True):
-                torch.testing.assert_close(p.grad.detach(), want)
-            second = [
-                torch.autograd.grad(sum(g.sum() for g in grads), list(model.parameters()))
-                for model, grads in ((net, [p.grad for p in net.parameters()]), (twin, locals_))
-            ]
-            for a, b in zip(*second, strict=True):
-                torch.testing.assert_close(a, b)
-
-    run_ranks(main, 2)
+    net, twin = DistributedDataParallel(mlp(), **options), mlp()
+    for step in range(3):
+        for model in (net, twin):
+            model.zero_grad()
+            model(own_batch(step)).square().mean().backward(create_graph=True)
+        locals_ = [p.grad for p in twin.parameters()]
+        reduced = [p.grad.detach().clone() for p in twin.parameters()]
+        for value in reduced:
+            dist.all_reduce(value.div_(dist.get_world_size()))
+        for p, want in zip(net.parameters(), reduced, strict=True):
+            torch.testing.assert_close(p.grad.detach(), want)
+        second = [
+            torch.autograd.grad(sum(g.sum() for g in grads), list(model.parameters()))
+            for model, grads in ((net, [p.grad for p in net.parameters()]), (twin, locals_))
+        ]
+        for a, b in zip(*second, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.narrow({"reentrant": False}, {"reentrant": True, "options": {}})
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("options", OPTIONS[:2])
+@on_ranks(2)
 def test_a_checkpoint_around_the_module(options, reentrant):
     """What it computes again runs within the backward that is reduced."""
-
-    def main():
-        rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
-        net, twin = DistributedDataParallel(mlp(), **options), mlp()
-        x, y = own_batch().requires_grad_(), own_batch(1).requires_grad_()
-        for _ in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            n = [1.0 + rank, 2.0 + 3 * rank]
-            with net.no_sync():
-                net.weight(n[0])
-                checkpointed(net, x).square().mean().backward()
-            net.weight(n[1])
-            checkpointed(net, y).square().mean().backward()
-            for weight, batch in zip(n, (x, y), strict=True):
-                (weight * twin(batch).square().mean()).backward()
-            naive.weighted_average(dist.group.WORLD, twin.parameters(), sum(n))
-            assert_same(net, twin)
-        assert net.reducer.rebuilt != net.find_unused_parameters  # ranks started over in no step
-
+    rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
+    net, twin = DistributedDataParallel(mlp(), **options), mlp()
+    x, y = own_batch().requires_grad_(), own_batch(1).requires_grad_()
+    for _ in range(3):
         net.zero_grad()
         twin.zero_grad()
-        (net(x).square().mean() + checkpointed(net, y).square().mean()).backward()
-        (twin(x).square().mean() + twin(y).square().mean()).backward()
-        average(twin)
+        n = [1.0 + rank, 2.0 + 3 * rank]
+        with net.no_sync():
+            net.weight(n[0])
+            checkpointed(net, x).square().mean().backward()
+        net.weight(n[1])
+        checkpointed(net, y).square().mean().backward()
+        for weight, batch in zip(n, (x, y), strict=True):
+            (weight * twin(batch).square().mean()).backward()
+        naive.weighted_average(dist.group.WORLD, twin.parameters(), sum(n))
         assert_same(net, twin)
+    assert net.reducer.rebuilt != net.find_unused_parameters  # ranks started over in no step
 
-    run_ranks(main, 2)
+    net.zero_grad()
+    twin.zero_grad()
+    (net(x).square().mean() + checkpointed(net, y).square().mean()).backward()
+    (twin(x).square().mean() + twin(y).square().mean()).backward()
+    average(twin)
+    assert_same(net, twin)
 
 
 @pytest.mark.narrow({"reentrant": False})
 @pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
 def test_a_checkpoint_of_more_than_the_module(reentrant):
     """It computes the module again before backward has come to the module's outputs."""
-
-    def main():
-        net, twin = DistributedDataParallel(mlp()), mlp()
-        rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
-        with net.join():
-            for step in range(1 + 2 * rank):
-                net.zero_grad()
-                batch = own_batch(step).requires_grad_()
-                checkpointed(lambda x: net(x).tanh().square(), batch).sum().backward()
-                if not step:
-                    twin(batch).tanh().square().sum().backward()
-                    average(twin)
-                    assert_same(net, twin)
-
-    run_ranks(main, 2)
+    net, twin = DistributedDataParallel(mlp()), mlp()
+    rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
+    with net.join():
+        for step in range(1 + 2 * rank):
+            net.zero_grad()
+            batch = own_batch(step).requires_grad_()
+            checkpointed(lambda x: net(x).tanh().square(), batch).sum().backward()
+            if not step:
+                twin(batch).tanh().square().sum().backward()
+                average(twin)
+                assert_same(net, twin)
 
 
 @pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2, timeout=100)
 def test_compiled_modules(inside):
     """The reducer stays outside the compiled graph, whichever of the two is compiled."""
-
-    def main():
-        if inside:
-            net = call = DistributedDataParallel(torch.compile(mlp(), backend="aot_eager"))
-        else:
-            net = DistributedDataParallel(mlp())
-            call = torch.compile(net, backend="aot_eager")
-        twin = mlp()
-        for step in range(4):
-            net.zero_grad()
-            twin.zero_grad()
-            call(own_batch(step)).square().mean().backward()
-            twin(own_batch(step)).square().mean().backward()
-            average(twin)
-            assert_same(net, twin)
-
-    run_ranks(main, 2, timeout=100)
-
-
-def test_compiled_autograd_is_refused():
-    """Nothing tells there that a backward has ended: gradients would stay local."""
-
-    def main():
-        compiled = importlib.import_module("torch._dynamo.compiled_autograd")
-        net, twin = DistributedDataParallel(mlp()), mlp()
-        with (
-            compiled._enable(lambda graph: graph),
-            pytest.raises(GradwireError, match="compiled autograd"),
-        ):
-            net(own_batch()).square().mean().backward()
+    if inside:
+        net = call = DistributedDataParallel(torch.compile(mlp(), backend="aot_eager"))
+    else:
+        net = DistributedDataParallel(mlp())
+        call = torch.compile(net, backend="aot_eager")
+    twin = mlp()
+    for step in range(4):
         net.zero_grad()
-        net(own_batch()).square().mean().backward()
-        twin(own_batch()).square().mean().backward()
+        twin.zero_grad()
+        call(own_batch(step)).square().mean().backward()
+        twin(own_batch(step)).square().mean().backward()
         average(twin)
         assert_same(net, twin)
 
-    run_ranks(main, 2)
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused():
+    """Nothing tells there that a backward has ended: gradients would stay local."""
+    compiled = importlib.import_module("torch._dynamo.compiled_autograd")
+    net, twin = DistributedDataParallel(mlp()), mlp()
+    with (
+        compiled._enable(lambda graph: graph),
+        pytest.raises(GradwireError, match="compiled autograd"),
+    ):
+        net(own_batch()).square().mean().backward()
+    net.zero_grad()
+    net(own_batch()).square().mean().backward()
+    twin(own_batch()).square().mean().backward()
+    average(twin)
+    assert_same(net, twin)
 
 
+@on_ranks(2)
 def test_grad_scaler_and_autocast():
-    def main():
-        models = [DistributedDataParallel(mlp()), nn.parallel.DistributedDataParallel(mlp())]
-        for model in models:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-            for step in range(4):
-                optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(own_batch(step)).float().square().mean()
-                scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() else 1)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            model.scale = scaler.get_scale()
-        assert models[0].scale == models[1].scale == 16.0
-        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-
-    run_ranks(main, 2)
+    models = [DistributedDataParallel(mlp()), nn.parallel.DistributedDataParallel(mlp())]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(own_batch(step)).float().square().mean()
+            scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        model.scale = scaler.get_scale()
+    assert models[0].scale == models[1].scale == 16.0
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3])
+@on_ranks(2)
 def test_an_optimizer_in_backward(options):
     """It steps with the reduced gradients, which are gone afterwards."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
-    def main():
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        module, twin = mlp(), mlp()
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-        net = DistributedDataParallel(module, **options)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-        for step in range(3):
-            net(own_batch(step)).square().mean().backward()
-            assert all(p.grad is None for p in net.parameters())
-            optimizer.zero_grad()
-            twin(own_batch(step)).square().mean().backward()
-            average(twin)
-            optimizer.step()
-            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(p, q)
-
-    run_ranks(main, 2)
-
-
-def test_a_copy_trains_by_itself():
-    def main():
-        net = DistributedDataParallel(mlp(), find_unused_parameters=True)
-        net(own_batch()).sum().backward()
-        twin = copy.deepcopy(net)
-        for model in (net, twin):
-            model.zero_grad()
-            model(own_batch()).sum().backward()
+    module, twin = mlp(), mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    net = DistributedDataParallel(module, **options)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        net(own_batch(step)).square().mean().backward()
+        assert all(p.grad is None for p in net.parameters())
+        optimizer.zero_grad()
+        twin(own_batch(step)).square().mean().backward()
+        average(twin)
+        optimizer.step()
         for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            assert p is not q
-            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p, q)
 
-    run_ranks(main, 2)
+
+@on_ranks(2)
+def test_a_copy_trains_by_itself():
+    net = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    net(own_batch()).sum().backward()
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        model.zero_grad()
+        model(own_batch()).sum().backward()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert p is not q
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize(
     "registered", ["before wrapping", "after wrapping", "after a step", "late"]
 )
+@on_ranks(2)
 def test_an_optimizer_in_backward_takes_no_step_by_local_gradients(registered):
-    def main():
-        from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
-        def register():
-            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    def register():
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
 
-        module = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(module.weight)
-        x = torch.tensor([[1.0 + dist.get_rank()]])
-        if registered == "before wrapping":
-            register()
-        net = DistributedDataParallel(module)
-        if registered == "after wrapping":
-            register()
-        if registered == "after a step":
-            net(x).sum().backward()
-            net.zero_grad()
-            register()
-        found = []
-        for local in (True, False, True, True, False):
-            with net.no_sync(enabled=local):
-                out = net(x).sum()
-            if registered == "late" and not local and not found:
-                register()  # between a forward and its backward
-            out.backward()
-            if not local:
-                found.append(module.weight.item())
-            assert (module.weight.grad is None) != local
-        return found
-
-    # the mean gradient is 1.5, of two backwards, then of three
-    assert run_ranks(main, 2) == [[-3.0, -7.5]] * 2
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    x = torch.tensor([[1.0 + dist.get_rank()]])
+    if registered == "before wrapping":
+        register()
+    net = DistributedDataParallel(module)
+    if registered == "after wrapping":
+        register()
+    if registered == "after a step":
+        net(x).sum().backward()
+        net.zero_grad()
+        register()
+    found = []
+    for local in (True, False, True, True, False):
+        with net.no_sync(enabled=local):
+            out = net(x).sum()
+        if registered == "late" and not local and not found:
+            register()  # between a forward and its backward
+        out.backward()
+        if not local:
+            found.append(module.weight.item())
+        assert (module.weight.grad is None) != local
+    assert found == [-3.0, -7.5]

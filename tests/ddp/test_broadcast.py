@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp import naive
+from ddp.common import on_ranks
 from gradwire.ddp import broadcast_coalesced
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
@@ -87,36 +88,39 @@ def test_roots_by_global_and_by_group_rank():
     assert run_ranks(main, 3) == [None, [1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
 
 
+@on_ranks(2)
 def test_at_most_two_messages_in_flight_and_staging_is_reused():
-    def main():
-        flying, most, buffers = [], [], set()
+    flying, most, buffers = [], [], set()
 
-        class Recorder(dist.ProcessGroup):
-            """The real group, with a note of what is in flight."""
+    class Recorder(dist.ProcessGroup):
+        """The real group, with a note of what is in flight."""
 
-            def __init__(self, inner):
-                super().__init__(inner.rank(), inner.size())
-                self.inner = inner
+        def __init__(self, inner):
+            super().__init__(inner.rank(), inner.size())
+            self.inner = inner
 
-            def broadcast(self, tensors, options):
-                buffers.add(tensors[0].untyped_storage().data_ptr())
-                flying.append(1)
-                most.append(len(flying))
-                work = self.inner.broadcast(tensors, options)
-                work_wait = work.wait
+        def broadcast(self, tensors, options):
+            buffers.add(tensors[0].untyped_storage().data_ptr())
+            flying.append(1)
+            most.append(len(flying))
+            work = self.inner.broadcast(tensors, options)
+            work_wait = work.wait
 
-                class Waited:
-                    def wait(self):
-                        flying.pop()
-                        return work_wait()
+            class Waited:
+                def wait(self):
+                    flying.pop()
+                    return work_wait()
 
-                return Waited()
+            return Waited()
 
-        tensors = [torch.full((100,), float(dist.get_rank())) for _ in range(40)]
-        broadcast_coalesced(Recorder(dist.group.WORLD), tensors, 800)
-        return max(most), len(most), len(buffers), all((t == 0).all() for t in tensors)
-
-    assert run_ranks(main, 2) == [(2, 20, 2, True)] * 2
+    tensors = [torch.full((100,), float(dist.get_rank())) for _ in range(40)]
+    broadcast_coalesced(Recorder(dist.group.WORLD), tensors, 800)
+    assert (max(most), len(most), len(buffers), all((t == 0).all() for t in tensors)) == (
+        2,
+        20,
+        2,
+        True,
+    )
 
 
 def test_parameters_and_version_counters():
@@ -131,15 +135,16 @@ def test_parameters_and_version_counters():
     assert run_ranks(main, 2) == [((True, True), [1.0], [1.0]), ((False, False), [1.0], [1.0])]
 
 
+@on_ranks(2)
 def test_buffers_beside_parameters_need_no_gradient():
     """A batch norm's running mean that required one would fail in its next forward."""
-
-    def main():
-        net = torch.nn.BatchNorm1d(3)
-        broadcast_coalesced(dist.group.WORLD, [*net.parameters(), net.running_mean])
-        return net.weight.requires_grad, net.running_mean.requires_grad, net.weight.is_leaf
-
-    assert run_ranks(main, 2) == [(True, False, True)] * 2
+    net = torch.nn.BatchNorm1d(3)
+    broadcast_coalesced(dist.group.WORLD, [*net.parameters(), net.running_mean])
+    assert (net.weight.requires_grad, net.running_mean.requires_grad, net.weight.is_leaf) == (
+        True,
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,10 +160,8 @@ def test_buffers_beside_parameters_need_no_gradient():
         ({"tensors": [torch.ones(1).expand(4)]}, ArgumentError, r"shape \(4,\), is expanded"),
     ],
 )
+@on_ranks(1)
 def test_bad_arguments(arguments, kind, message):
-    def main():
-        given = {"group": dist.group.WORLD, "tensors": [torch.zeros(1)], **arguments}
-        with pytest.raises(kind, match=message):
-            broadcast_coalesced(**given)
-
-    run_ranks(main, 1)
+    given = {"group": dist.group.WORLD, "tensors": [torch.zeros(1)], **arguments}
+    with pytest.raises(kind, match=message):
+        broadcast_coalesced(**given)

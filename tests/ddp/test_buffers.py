@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.broadcast import Buffers
 from gradwire.errors import ArgumentError, MismatchError
@@ -65,23 +66,21 @@ def test_buffers_are_those_that_the_module_has_now(each_backend):
         assert "0.num_batches_tracked" in found.named()
 
 
+@on_ranks(2)
 def test_buffers_that_come_and_go_between_steps():
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(Scaled())
-        net(torch.ones(1, 2)).sum().backward()
-        net.module.register_buffer("late", torch.full((2,), float(rank)))
-        net.module.register_buffer("absent", None)
-        net(torch.ones(1, 2)).sum().backward()
-        late = net.module.late.tolist()
-        net.module.late = None
-        del net.module.absent
-        net(torch.ones(1, 2)).sum().backward()
-        net.module.late = torch.full((1,), 5.0 + rank)
-        net(torch.ones(1, 2)).sum().backward()
-        return late, net.module.late.item()
-
-    assert run_ranks(main, 2) == [([0.0, 0.0], 5.0)] * 2
+    rank = dist.get_rank()
+    net = DistributedDataParallel(Scaled())
+    net(torch.ones(1, 2)).sum().backward()
+    net.module.register_buffer("late", torch.full((2,), float(rank)))
+    net.module.register_buffer("absent", None)
+    net(torch.ones(1, 2)).sum().backward()
+    late = net.module.late.tolist()
+    net.module.late = None
+    del net.module.absent
+    net(torch.ones(1, 2)).sum().backward()
+    net.module.late = torch.full((1,), 5.0 + rank)
+    net(torch.ones(1, 2)).sum().backward()
+    assert (late, net.module.late.item()) == ([0.0, 0.0], 5.0)
 
 
 def test_expanded_sparse_and_inference_buffers():
@@ -126,14 +125,12 @@ def test_expanded_sparse_and_inference_buffers():
         run_ranks(main, 2, args=(inference,))
 
 
+@on_ranks(2)
 def test_a_buffer_that_cannot_be_sent_is_named():
-    def main():
-        module = nn.Linear(2, 2)
-        module.register_buffer("packed", torch.ones(4, 4).to_mkldnn())
-        with pytest.raises(ArgumentError, match=r"packed has layout torch\._mkldnn"):
-            DistributedDataParallel(module)
-
-    run_ranks(main, 2)
+    module = nn.Linear(2, 2)
+    module.register_buffer("packed", torch.ones(4, 4).to_mkldnn())
+    with pytest.raises(ArgumentError, match=r"packed has layout torch\._mkldnn"):
+        DistributedDataParallel(module)
 
 
 # -- two forwards of one backward ----------------------------------------------------------
@@ -141,129 +138,117 @@ def test_a_buffer_that_cannot_be_sent_is_named():
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
 def test_a_graph_keeps_the_buffer_that_it_has_saved(view, hooked):
     """Rank 0 changes its buffer between two forwards of one backward."""
-
-    def main():
-        net = DistributedDataParallel(Scaled(view=view))
-        if hooked:
-            net.register_buffer_hook(average)
-        buffer, x = net.module.scale, torch.ones(1, 2)
-        for _ in range(2):
-            net.zero_grad()
-            outputs = [net(x)]
-            if dist.get_rank() == 0:
-                net.module.scale = net.module.scale + 1
-            outputs += [net(x), net(x)]
-            sum(outputs).sum().backward()
-            if dist.get_rank():
-                assert net.module.scale is buffer  # whoever has it has the new values
-        return net.module.scale.tolist(), net.module.layer.bias.grad.tolist()
-
-    scale, total = (2.0, 1.5 + 2 * 2.0) if hooked else (3.0, 2.0 + 2 * 3.0)
-    assert run_ranks(main, 2) == [([scale, scale], [total, total])] * 2
-
-
-def test_a_graph_keeps_the_buffer_that_it_has_saved_when_modules_were_made_since():
-    def main():
-        net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
-        first = net(x)
-        nn.BatchNorm1d(2)  # registers buffers, here or elsewhere
+    net = DistributedDataParallel(Scaled(view=view))
+    if hooked:
+        net.register_buffer_hook(average)
+    buffer, x = net.module.scale, torch.ones(1, 2)
+    for _ in range(2):
+        net.zero_grad()
+        outputs = [net(x)]
         if dist.get_rank() == 0:
             net.module.scale = net.module.scale + 1
-        (first + net(x)).sum().backward()
-        return net.module.layer.bias.grad.tolist()
+        outputs += [net(x), net(x)]
+        sum(outputs).sum().backward()
+        if dist.get_rank():
+            assert net.module.scale is buffer  # whoever has it has the new values
+    scale, total = (2.0, 1.5 + 2 * 2.0) if hooked else (3.0, 2.0 + 2 * 3.0)
+    assert (net.module.scale.tolist(), net.module.layer.bias.grad.tolist()) == (
+        [scale, scale],
+        [total, total],
+    )
 
-    assert run_ranks(main, 2) == [[3.0, 3.0]] * 2
+
+@on_ranks(2)
+def test_a_graph_keeps_the_buffer_that_it_has_saved_when_modules_were_made_since():
+    net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+    first = net(x)
+    nn.BatchNorm1d(2)  # registers buffers, here or elsewhere
+    if dist.get_rank() == 0:
+        net.module.scale = net.module.scale + 1
+    (first + net(x)).sum().backward()
+    assert net.module.layer.bias.grad.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("registered", [False, True])
+@on_ranks(2)
 def test_an_expanded_buffer_that_a_graph_has_saved(view, registered):
     """All ranks send its distinct elements, whether they copy the buffer or not."""
 
     def expanded(value):
         return torch.full((1,), value).expand(2)
 
-    def main():
-        rank = dist.get_rank()
-        module, x = Scaled(view=view), torch.ones(1, 2)
-        if registered:
-            module.scale = expanded(2.0 + rank)
-        net = DistributedDataParallel(module)
-        module.scale = None  # what takes its place is looked at once more
+    rank = dist.get_rank()
+    module, x = Scaled(view=view), torch.ones(1, 2)
+    if registered:
         module.scale = expanded(2.0 + rank)
-        buffer = module.scale
-        for i in range(2):
-            net.zero_grad()
-            outputs = []
-            for k in range(3):
-                if rank == 0:
-                    module.scale = expanded(2.0 + 3 * i + k)
-                outputs.append(net(x))
-            sum(outputs).sum().backward()
-            assert module.layer.bias.grad.tolist() == [3 * (3.0 + 3 * i)] * 2
-        if rank:
-            assert module.scale is buffer
-        assert module.scale.stride() == (0,)
-        return module.scale.tolist()
-
-    assert run_ranks(main, 2) == [[7.0, 7.0]] * 2
+    net = DistributedDataParallel(module)
+    module.scale = None  # what takes its place is looked at once more
+    module.scale = expanded(2.0 + rank)
+    buffer = module.scale
+    for i in range(2):
+        net.zero_grad()
+        outputs = []
+        for k in range(3):
+            if rank == 0:
+                module.scale = expanded(2.0 + 3 * i + k)
+            outputs.append(net(x))
+        sum(outputs).sum().backward()
+        assert module.layer.bias.grad.tolist() == [3 * (3.0 + 3 * i)] * 2
+    if rank:
+        assert module.scale is buffer
+    assert module.scale.stride() == (0,)
+    assert module.scale.tolist() == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
+@on_ranks(2)
 def test_an_expanded_buffer_of_a_tensor_that_is_held_is_written_in_place(each_backend):
-    def main():
-        net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
-        own = torch.full((1,), 2.0 + dist.get_rank())
-        net.module.register_buffer("more", own.expand(2))
-        graph = net(x) * net.module.more
-        if dist.get_rank() == 0:
-            own.fill_(5.0)
-        net(x)
-        del graph
-        return own.item(), net.module.more.tolist()
-
-    assert run_ranks(main, 2) == [(5.0, [5.0, 5.0])] * 2
+    net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+    own = torch.full((1,), 2.0 + dist.get_rank())
+    net.module.register_buffer("more", own.expand(2))
+    graph = net(x) * net.module.more
+    if dist.get_rank() == 0:
+        own.fill_(5.0)
+    net(x)
+    del graph
+    assert (own.item(), net.module.more.tolist()) == (5.0, [5.0, 5.0])
 
 
+@on_ranks(2)
 def test_a_saved_buffer_in_shared_memory_is_an_error():
     """It can neither be replaced, as another buffer is in the same memory, nor be overwritten."""
-
-    def main():
-        net, x = DistributedDataParallel(Scaled(shared=True)), torch.ones(1, 2)
-        first = net(x)
-        if dist.get_rank() == 0:
-            net.module.scale = torch.full((2,), 4.0)
-        loss = (first + net(x)).sum()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|interrupted"):
-            loss.backward()
-        net(x).sum().backward()
-
-    run_ranks(main, 2)
+    net, x = DistributedDataParallel(Scaled(shared=True)), torch.ones(1, 2)
+    first = net(x)
+    if dist.get_rank() == 0:
+        net.module.scale = torch.full((2,), 4.0)
+    loss = (first + net(x)).sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|interrupted"):
+        loss.backward()
+    net(x).sum().backward()
 
 
+@on_ranks(2)
 def test_two_forwards_through_a_batch_norm():
     """Its running statistics are saved by the graph, and backward does not use them."""
-
-    def main():
-        rank = dist.get_rank()
-        torch.manual_seed(0)
-        net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        twin = copy.deepcopy(net.module)
-        torch.manual_seed(rank)
-        statistics = net.module[1].running_mean
-        for _ in range(2):
-            net.zero_grad(), twin.zero_grad()
-            xs = torch.randn(2, 5, 3) + rank
-            sum((net(x) * x).sum() for x in xs).backward()
-            sum((twin(x) * x).sum() for x in xs).backward()
-            for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
-                dist.all_reduce(q.grad.div_(2))
-                torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
-        assert net.module[1].running_mean is statistics
-
-    run_ranks(main, 2)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    twin = copy.deepcopy(net.module)
+    torch.manual_seed(rank)
+    statistics = net.module[1].running_mean
+    for _ in range(2):
+        net.zero_grad(), twin.zero_grad()
+        xs = torch.randn(2, 5, 3) + rank
+        sum((net(x) * x).sum() for x in xs).backward()
+        sum((twin(x) * x).sum() for x in xs).backward()
+        for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(q.grad.div_(2))
+            torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
+    assert net.module[1].running_mean is statistics
 
 
 # -- evaluation ----------------------------------------------------------------------------
@@ -312,10 +297,8 @@ def test_one_rank_evaluates_alone(alone, in_eval):
     assert all(other == first for other in others) == in_eval
 
 
+@on_ranks(2)
 def test_ranks_that_synchronize_buffers_otherwise():
-    def main():
-        options = {"sync_buffers_in_eval": dist.get_rank() == 0}
-        with pytest.raises(MismatchError, match="sync_buffers_in_eval"):
-            DistributedDataParallel(nn.BatchNorm1d(3), **options)
-
-    run_ranks(main, 2)
+    options = {"sync_buffers_in_eval": dist.get_rank() == 0}
+    with pytest.raises(MismatchError, match="sync_buffers_in_eval"):
+        DistributedDataParallel(nn.BatchNorm1d(3), **options)

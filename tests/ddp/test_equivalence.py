@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
 
@@ -135,23 +136,20 @@ def test_no_sync_that_is_not_enabled_has_no_effect():
 
 
 @pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
 def test_gradients_kept_by_zero_grad(view):
     """zero_grad(set_to_none=False): backward adds to what is there, bucket views included."""
-
-    def main():
-        net = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
-        x = torch.full((2, 6), float(dist.get_rank() + 1))
-        seen = []
-        for _ in range(3):
-            net.zero_grad(set_to_none=False)
-            loss_of(net, x).backward()
-            seen.append([p.grad.clone() for p in net.parameters()])
-        for again in seen[1:]:
-            for a, b in zip(seen[0], again, strict=True):
-                torch.testing.assert_close(a, b)
-        return len({p.grad.untyped_storage().data_ptr() for p in net.parameters()})
-
-    assert run_ranks(main, 2) == [1, 1]  # one bucket: all are small
+    net = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+    x = torch.full((2, 6), float(dist.get_rank() + 1))
+    seen = []
+    for _ in range(3):
+        net.zero_grad(set_to_none=False)
+        loss_of(net, x).backward()
+        seen.append([p.grad.clone() for p in net.parameters()])
+    for again in seen[1:]:
+        for a, b in zip(seen[0], again, strict=True):
+            torch.testing.assert_close(a, b)
+    assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters()}) == 1
 
 
 def test_in_place_gradients_are_not_copied():
@@ -168,54 +166,51 @@ def test_in_place_gradients_are_not_copied():
 
 
 @pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
 def test_a_gradient_that_is_kept_keeps_its_values(view):
     """Gradients may share their bucket's memory; what somebody holds is not written again."""
-
-    def main():
-        net = DistributedDataParallel(nn.Linear(200, 200, bias=False), gradient_as_bucket_view=view)
-        held, storages = [], set()
-        for step in range(1, 5):
-            net.zero_grad()
-            net(torch.full((1, 200), float(step))).sum().backward()
-            gradient = net.module.weight.grad
-            if step == 2 and not view:
-                held.append(gradient)
-            if step == 3:
-                held.append(gradient[:1] if not view else gradient.clone())
-            storages.add(gradient.untyped_storage().data_ptr())
-            gradient.detach_() if not view else None
-            del gradient
-        return [h.unique().tolist() for h in held], net.module.weight.grad.unique().tolist()
-
+    net = DistributedDataParallel(nn.Linear(200, 200, bias=False), gradient_as_bucket_view=view)
+    held, storages = [], set()
+    for step in range(1, 5):
+        net.zero_grad()
+        net(torch.full((1, 200), float(step))).sum().backward()
+        gradient = net.module.weight.grad
+        if step == 2 and not view:
+            held.append(gradient)
+        if step == 3:
+            held.append(gradient[:1] if not view else gradient.clone())
+        storages.add(gradient.untyped_storage().data_ptr())
+        gradient.detach_() if not view else None
+        del gradient
     kept = [[3.0]] if view else [[2.0], [3.0]]
-    assert run_ranks(main, 2) == [(kept, [4.0])] * 2
+    assert ([h.unique().tolist() for h in held], net.module.weight.grad.unique().tolist()) == (
+        kept,
+        [4.0],
+    )
 
 
+@on_ranks(2)
 def test_unreferenced_buffers_are_reused():
-    def main():
-        net = DistributedDataParallel(nn.Linear(200, 200, bias=False))
-        places = []
-        for step in range(4):
-            net.zero_grad(set_to_none=step % 2 == 0)
-            loss_of(net, torch.ones(1, 200)).backward()
-            places.append(net.module.weight.grad.data_ptr())
-        return len(set(places[2:]))  # the buckets are rebuilt after the first backward
-
-    assert run_ranks(main, 2) == [1, 1]
+    net = DistributedDataParallel(nn.Linear(200, 200, bias=False))
+    places = []
+    for step in range(4):
+        net.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(net, torch.ones(1, 200)).backward()
+        places.append(net.module.weight.grad.data_ptr())
+    assert len(set(places[2:])) == 1
 
 
+@on_ranks(2)
 def test_a_gradient_with_other_strides_than_its_parameter():
-    def main():
-        net = DistributedDataParallel(nn.Linear(1100, 1000, bias=False))
-        transposed = torch.full((1100, 1000), float(dist.get_rank())).t()
-        net.module.weight.grad = transposed if dist.get_rank() else transposed.contiguous()
-        x = torch.zeros(1, 1100)
-        net(x).sum().backward()  # adds zeros
-        return net.module.weight.grad.unique().tolist()
-
-    assert run_ranks(main, 2) == [[0.5], [0.5]]
+    net = DistributedDataParallel(nn.Linear(1100, 1000, bias=False))
+    transposed = torch.full((1100, 1000), float(dist.get_rank())).t()
+    net.module.weight.grad = transposed if dist.get_rank() else transposed.contiguous()
+    x = torch.zeros(1, 1100)
+    net(x).sum().backward()  # adds zeros
+    assert net.module.weight.grad.unique().tolist() == [0.5]
 
 
+@on_ranks(2)
 def test_buckets_are_rebuilt_in_the_order_of_rank_0():
     class Backwards(nn.Module):
         """Uses its layers in the order opposite to their registration."""
@@ -229,42 +224,36 @@ def test_buckets_are_rebuilt_in_the_order_of_rank_0():
                 x = layer(x)
             return x
 
-    def main():
-        net = DistributedDataParallel(Backwards(), bucket_cap_mb=1e-6)
-        before = net.reducer.buckets
-        for _ in range(2):
-            net.zero_grad()
-            loss_of(net, torch.randn(2, 6)).backward()
-        return before, net.reducer.buckets
-
+    net = DistributedDataParallel(Backwards(), bucket_cap_mb=1e-6)
+    before = net.reducer.buckets
+    for _ in range(2):
+        net.zero_grad()
+        loss_of(net, torch.randn(2, 6)).backward()
     names = [[f"layers.{i}.weight"] for i in range(4)]
-    assert run_ranks(main, 2) == [(names[::-1], names)] * 2
+    assert (before, net.reducer.buckets) == (names[::-1], names)
 
 
+@on_ranks(2)
 def test_training_follows_torch_step_by_step():
     """Momentum, weight decay, clipping, batch norm: the parameters stay those of torch's."""
-
-    def main():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 2))
-        models = [
-            DistributedDataParallel(copy.deepcopy(net)),
-            nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
-        ]
-        for model in models:
-            torch.manual_seed(100 + dist.get_rank())
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
-            for _ in range(10):
-                optimizer.zero_grad()
-                loss_of(model, torch.randn(8, 6)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        first, second = (m.state_dict() for m in models)
-        assert first.keys() == second.keys()
-        for name in first:
-            torch.testing.assert_close(first[name], second[name], msg=name)
-
-    run_ranks(main, 2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 2))
+    models = [
+        DistributedDataParallel(copy.deepcopy(net)),
+        nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
+    ]
+    for model in models:
+        torch.manual_seed(100 + dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_of(model, torch.randn(8, 6)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    first, second = (m.state_dict() for m in models)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], msg=name)
 
 
 def test_buffers_follow_rank_0():
@@ -284,94 +273,70 @@ def test_buffers_follow_rank_0():
     assert abs(first[0] - second[0]) <= 0.1 + 1e-6
 
 
-def test_evaluation_sends_nothing_after_its_first_forward():
-    def main():
-        net = DistributedDataParallel(nn.BatchNorm1d(3)).eval()
-        with torch.no_grad():
-            net(torch.zeros(2, 3))
-            if dist.get_rank() == 0:
-                net(torch.zeros(2, 3))  # alone: would hang if it communicated
-        return dist.group.WORLD._get_sequence_number_for_group()
-
-    first, second = run_ranks(main, 2)
-    assert first == second
-
-
+@on_ranks(2)
 def test_the_wrapper_can_be_dropped():
-    def main():
-        module = mlp()
-        for _ in range(2):
-            net = DistributedDataParallel(module)
-            loss_of(net, torch.randn(2, 6)).backward()
-            del net
-        sent = dist.group.WORLD._get_sequence_number_for_group()
-        loss_of(module, torch.randn(2, 6)).backward()
-        hooks = [len(p._post_accumulate_grad_hooks or {}) for p in module.parameters()]
-        return dist.group.WORLD._get_sequence_number_for_group() - sent, max(hooks)
-
-    assert run_ranks(main, 2) == [(0, 0)] * 2
+    module = mlp()
+    for _ in range(2):
+        net = DistributedDataParallel(module)
+        loss_of(net, torch.randn(2, 6)).backward()
+        del net
+    sent = dist.group.WORLD._get_sequence_number_for_group()
+    loss_of(module, torch.randn(2, 6)).backward()
+    hooks = [len(p._post_accumulate_grad_hooks or {}) for p in module.parameters()]
+    assert (dist.group.WORLD._get_sequence_number_for_group() - sent, max(hooks)) == (0, 0)
 
 
 @pytest.mark.parametrize("width", [16, 128, 1100])
+@on_ranks(2)
 def test_hooks_of_the_parameters_run_before_reduction(width):
-    def main():
-        net = DistributedDataParallel(nn.Linear(width, width))
-        for p in net.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-1, 1)))
-        net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
-        return net.module.weight.grad.unique().tolist()
-
-    assert run_ranks(main, 2) == [[0.5], [0.5]]  # clamped to 0 and 1, then averaged
+    net = DistributedDataParallel(nn.Linear(width, width))
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-1, 1)))
+    net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
+    assert net.module.weight.grad.unique().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("width", [16, 64, 128, 1100])
+@on_ranks(2)
 def test_gradients_in_memory_of_the_users(width):
     """Views of one flat tensor as .grad, and what else looks at a gradient's memory, stay so."""
-
-    def main():
-        net = DistributedDataParallel(nn.Linear(width, width))
-        count = sum(p.numel() for p in net.parameters())
-        flat, start = torch.zeros(count), 0
-        for p in net.parameters():
-            p.grad = flat[start : start + p.numel()].view_as(p)
-            start += p.numel()
-        array = net.module.weight.grad.numpy()
-        for _ in range(3):
-            flat.zero_()
-            net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
-            assert flat.unique().tolist() == [1.0, 2.0]  # the bias's and the weight's
-            assert (array == 2).all()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(nn.Linear(width, width))
+    count = sum(p.numel() for p in net.parameters())
+    flat, start = torch.zeros(count), 0
+    for p in net.parameters():
+        p.grad = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    array = net.module.weight.grad.numpy()
+    for _ in range(3):
+        flat.zero_()
+        net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
+        assert flat.unique().tolist() == [1.0, 2.0]  # the bias's and the weight's
+        assert (array == 2).all()
 
 
+@on_ranks(2)
 def test_a_backward_after_an_interrupted_one():
-    def main():
-        net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 1100)))
-        weight = net.module[1].weight
-        weight.grad = torch.full((1100, 1100), 5.0).t().contiguous().t()
-        trap = net.module[0].weight.register_hook(lambda g: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            net(torch.ones(1, 4)).sum().backward()
-        trap.remove()
-        net.zero_grad()
-        net(torch.zeros(1, 4)).sum().backward()
-        reduced = weight.grad.clone()
-        twin = copy.deepcopy(net.module)
-        twin.zero_grad()
-        twin(torch.zeros(1, 4)).sum().backward()
-        torch.testing.assert_close(reduced, twin[1].weight.grad)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 1100)))
+    weight = net.module[1].weight
+    weight.grad = torch.full((1100, 1100), 5.0).t().contiguous().t()
+    trap = net.module[0].weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net(torch.ones(1, 4)).sum().backward()
+    trap.remove()
+    net.zero_grad()
+    net(torch.zeros(1, 4)).sum().backward()
+    reduced = weight.grad.clone()
+    twin = copy.deepcopy(net.module)
+    twin.zero_grad()
+    twin(torch.zeros(1, 4)).sum().backward()
+    torch.testing.assert_close(reduced, twin[1].weight.grad)
 
 
+@on_ranks(2)
 def test_evaluation_between_forward_and_backward():
-    def main():
-        net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        loss = net(torch.randn(3, 4)).square().sum()
-        net.eval()
-        with torch.no_grad():
-            net(torch.randn(3, 4))
-        loss.backward()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    loss = net(torch.randn(3, 4)).square().sum()
+    net.eval()
+    with torch.no_grad():
+        net(torch.randn(3, 4))
+    loss.backward()

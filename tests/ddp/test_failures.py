@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import Trap, assert_same, average_used, mlp
+from ddp.common import (
+    Trap,
+    assert_average,
+    assert_good_step,
+    assert_same,
+    average_used,
+    fail_on_rank_1,
+    mlp,
+    on_ranks,
+    sprung,
+    step,
+)
 from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
 from gradwire.ddp.faults.error_channel import wait_work
 from gradwire.ddp.reducer import launch
@@ -18,7 +30,6 @@ from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     BrokenGroupError,
-    DistributedError,
     HookError,
     MismatchError,
     NotSupportedError,
@@ -31,39 +42,17 @@ from gradwire.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
 
 
-def step(net):
-    net.zero_grad()
-    net(torch.full((2, 4), dist.get_rank() + 1.0)).square().mean().backward()
-    return [p.grad for p in net.parameters()]
-
-
-def expected(world_size):
-    """The gradients of a good step, computed in one process."""
-    net, total = mlp(), None
-    for rank in range(world_size):
-        net.zero_grad()
-        net(torch.full((2, 4), rank + 1.0)).square().mean().backward()
-        grads = [p.grad / world_size for p in net.parameters()]
-        total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-    return total
-
-
-def assert_good_step(net):
-    for got, want in zip(step(net), expected(dist.get_world_size()), strict=True):
-        torch.testing.assert_close(got, want)
-
-
 # -- models that differ --------------------------------------------------------------------
 
 
 class Two(nn.Module):
-    def __init__(self, a=(3, 4), b=(3, 4), dtype=torch.float32, swapped=False, frozen=False):
+    def __init__(self, a=(3, 4), dtype=torch.float32, frozen=False, names=("alpha", "beta")):
         super().__init__()
         made = {
             "alpha": nn.Parameter(torch.zeros(a, dtype=dtype), requires_grad=not frozen),
-            "beta": nn.Parameter(torch.zeros(b)),
+            "beta": nn.Parameter(torch.zeros(3, 4)),
         }
-        for name in sorted(made, reverse=swapped):
+        for name in names:
             setattr(self, name, made[name])
 
 
@@ -72,55 +61,39 @@ class Two(nn.Module):
     [
         ({"a": (4, 3)}, r"rank 1: alpha: .*shape \(4, 3\)"),
         ({"dtype": torch.float64}, r"rank 0: alpha: .*float32.*rank 1: alpha: .*float64"),
-        ({"swapped": True}, "rank 0: alpha.*rank 1: beta"),
+        ({"names": ["beta", "alpha"]}, "rank 0: alpha.*rank 1: beta"),
         ({"frozen": True}, "rank 1: alpha: .*requires_grad=False"),
+        ({"names": ["alpha"]}, "Not on every rank: beta"),
     ],
 )
+@on_ranks(3)
 def test_a_model_that_differs_is_named_on_every_rank(deviation, told):
-    def main():
-        module = Two(**(deviation if dist.get_rank() == 1 else {}))
-        with pytest.raises(MismatchError, match=told):
-            DistributedDataParallel(module)
-        DistributedDataParallel(Two())  # the group is still good
-
-    run_ranks(main, 3)
+    module = Two(**(deviation if dist.get_rank() == 1 else {}))
+    with pytest.raises(MismatchError, match=told):
+        DistributedDataParallel(module)
+    DistributedDataParallel(Two())  # the group is still good
 
 
 @pytest.mark.parametrize(
     "name", ["find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 )
+@on_ranks(2)
 def test_an_argument_that_differs_is_named_on_every_rank(name):
-    def main():
-        with pytest.raises(MismatchError, match=rf"rank 0: {name}: an argument, True; rank 1: "):
-            DistributedDataParallel(Two(), **{name: dist.get_rank() == 0})
-        DistributedDataParallel(Two())  # the group is still good
-
-    run_ranks(main, 2)
+    with pytest.raises(MismatchError, match=rf"rank 0: {name}: an argument, True; rank 1: "):
+        DistributedDataParallel(Two(), **{name: dist.get_rank() == 0})
+    DistributedDataParallel(Two())  # the group is still good
 
 
-def test_a_missing_parameter_is_named_on_every_rank():
-    def main():
-        module = Two()
-        if dist.get_rank() == 1:
-            del module.beta
-        with pytest.raises(MismatchError, match="Not on every rank: beta"):
-            DistributedDataParallel(module)
-
-    run_ranks(main, 2)
-
-
+@on_ranks(2)
 def test_strides_and_buffers_that_differ():
-    def main():
-        module = nn.Sequential(nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2))
-        if dist.get_rank() == 1:
-            module = module.to(memory_format=torch.channels_last)
-        with pytest.raises(MismatchError, match=r"0\.weight.*strides"):
-            DistributedDataParallel(module)
-        module = nn.BatchNorm1d(3, track_running_stats=dist.get_rank() == 0)
-        with pytest.raises(MismatchError, match="running_mean"):
-            DistributedDataParallel(module)
-
-    run_ranks(main, 2)
+    module = nn.Sequential(nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2))
+    if dist.get_rank() == 1:
+        module = module.to(memory_format=torch.channels_last)
+    with pytest.raises(MismatchError, match=r"0\.weight.*strides"):
+        DistributedDataParallel(module)
+    module = nn.BatchNorm1d(3, track_running_stats=dist.get_rank() == 0)
+    with pytest.raises(MismatchError, match="running_mean"):
+        DistributedDataParallel(module)
 
 
 # -- hooks that fail -----------------------------------------------------------------------
@@ -192,37 +165,57 @@ def returns_size(state, bucket):
         (returns_size, "has 1 elements"),
     ],
 )
+@on_ranks(3, timeout=60)
 def test_a_hook_that_fails_on_one_rank(hook, told, at):
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        state = {"fail": False, "at": at}
-        net.register_comm_hook(state, hook)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+    state = {"fail": False, "at": at}
+    net.register_comm_hook(state, hook)
+    assert_good_step(net)
+    assert_good_step(net)
+    assert len(net.reducer.buckets) >= 3
+    for _ in range(2):
+        state["fail"] = dist.get_rank() == 1
+        kind = HookError if dist.get_rank() == 1 else PeerFailedError
+        with pytest.raises(kind, match=told) as caught:
+            step(net)
+        if dist.get_rank() != 1:
+            assert "rank 1" in str(caught.value)
+        state["fail"] = False
         assert_good_step(net)
-        assert_good_step(net)
-        assert len(net.reducer.buckets) >= 3
-        for _ in range(2):
-            state["fail"] = dist.get_rank() == 1
-            kind = HookError if dist.get_rank() == 1 else PeerFailedError
-            with pytest.raises(kind, match=told) as caught:
-                step(net)
-            if dist.get_rank() != 1:
-                assert "rank 1" in str(caught.value)
-            state["fail"] = False
-            assert_good_step(net)
-
-    run_ranks(main, 3, timeout=60)
 
 
-def test_a_hook_that_fails_on_every_rank():
+@contextmanager
+def waits_held(net):
+    """Poll in each wait only once another rank has reported an error."""
+
+    def held(work, poll, **options):
+        while not net.reducer.domain.channel.error_reported():
+            pass
+        poll()
+        return wait_work(work, poll, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "wait_work", held)
+        yield
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_fails_on_every_rank(late):
+    """A rank that hears of the other's error before it has called its own hook raises that."""
+
     def main():
         net = DistributedDataParallel(mlp())
         net.register_comm_hook({"fail": True, "at": 0}, raises_before)
-        with pytest.raises(HookError, match="out of luck"):
+        is_late = late and dist.get_rank() == 1
+        kinds = PeerFailedError if is_late else (HookError, PeerFailedError)
+        hold = waits_held(net) if is_late else nullcontext()
+        with hold, pytest.raises(kinds, match="out of luck") as caught:
             step(net)
         net.register_comm_hook(None, all_reduce)
         assert_good_step(net)
+        return caught.type is HookError
 
-    run_ranks(main, 2)
+    assert any(run_ranks(main, 2))
 
 
 def by_reduce_op(name):
@@ -267,21 +260,19 @@ HOOKS = [by_reduce_op("AVG"), by_reduce_op("MAX"), by_reduce, by_all_gather, by_
 
 @pytest.mark.parametrize("hook", [*HOOKS, by_another_group])
 @pytest.mark.narrow({"each_backend": "shm"})
+@on_ranks(2)
 def test_an_exception_while_others_wait_in_a_collective_of_a_hook(hook):
-    def main():
-        other = dist.new_group()
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
-        net.register_comm_hook((dist.group.WORLD, other), on_first(hook))
-        before = step(net)[0].clone()
-        if dist.get_rank() == 0:
-            handle = net.module[0].weight.register_hook(raise_in_backward)
-        with pytest.raises((ArithmeticError, PeerFailedError)):
-            step(net)
-        if dist.get_rank() == 0:
-            handle.remove()
-        torch.testing.assert_close(step(net)[0], before)
-
-    run_ranks(main, 2)
+    other = dist.new_group()
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
+    net.register_comm_hook((dist.group.WORLD, other), on_first(hook))
+    before = step(net)[0].clone()
+    if dist.get_rank() == 0:
+        handle = net.module[0].weight.register_hook(raise_in_backward)
+    with pytest.raises((ArithmeticError, PeerFailedError)):
+        step(net)
+    if dist.get_rank() == 0:
+        handle.remove()
+    torch.testing.assert_close(step(net)[0], before)
 
 
 def on_first(hook):
@@ -319,68 +310,39 @@ def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
     assert run_ranks(main, 2, may_die=[0, 1], timeout=20) == [None, None]
 
 
+async def coroutine(state, bucket):
+    return bucket.buffer()
+
+
 @pytest.mark.parametrize(
-    ("hook", "message"),
-    [(3, "hook is 3"), (lambda bucket: None, "cannot be called as hook"), (None, None)],
+    ("given", "message"),
+    [
+        ((None, 3), "hook is 3"),
+        ((None, lambda bucket: None), "cannot be called as hook"),
+        ((None, coroutine), "coroutine"),
+        ((lambda state, bucket: None, None), "pass the state first"),
+    ],
 )
-def test_invalid_hooks_are_refused(hook, message):
-    def main():
-        net = DistributedDataParallel(mlp())
-        if message is None:
-            net.register_comm_hook(None, hook)  # back to the mean
-            assert_good_step(net)
-        else:
-            with pytest.raises(ArgumentTypeError, match=message):
-                net.register_comm_hook(None, hook)
-
-    run_ranks(main, 1)
-
-
-def test_coroutines_are_refused_as_hooks():
-    async def hook(state, bucket):
-        return bucket.buffer()
-
-    def main():
-        with pytest.raises(ArgumentTypeError, match="coroutine"):
-            DistributedDataParallel(mlp()).register_comm_hook(None, hook)
-
-    run_ranks(main, 1)
+@on_ranks(1)
+def test_invalid_hooks_are_refused(given, message):
+    net = DistributedDataParallel(mlp())
+    with pytest.raises(ArgumentTypeError, match=message):
+        net.register_comm_hook(*given)
+    net.register_comm_hook(None, None)
+    assert_good_step(net)
 
 
 # -- backwards that fail -------------------------------------------------------------------
 
 
-class Sprung(nn.Module):
-    """An mlp whose backward raises half way through while `sprung`."""
-
-    def __init__(self):
-        super().__init__()
-        layers = mlp()
-        self.head, self.tail = layers[:2], layers[2:]
-        self.sprung = False
-
-    def forward(self, x):
-        x = self.head(x)
-        return self.tail(Trap.apply(x) if self.sprung else x)
-
-
-def fail_on_rank_1(net):
-    net.module.sprung = dist.get_rank() == 1
-    with pytest.raises(ArithmeticError if net.module.sprung else PeerFailedError):
-        step(net)
-    net.module.sprung = False
-
-
 @pytest.mark.parametrize("cap", [None, 1e-4])
+@on_ranks(3)
 def test_an_exception_in_backward_on_one_rank(cap):
-    def main():
-        net = DistributedDataParallel(Sprung(), bucket_cap_mb=cap)
+    net = DistributedDataParallel(sprung(2), bucket_cap_mb=cap)
+    assert_good_step(net)
+    for _ in range(2):
+        fail_on_rank_1(net)
         assert_good_step(net)
-        for _ in range(2):
-            fail_on_rank_1(net)
-            assert_good_step(net)
-
-    run_ranks(main, 3)
 
 
 class Wide(nn.Module):
@@ -400,35 +362,31 @@ class Wide(nn.Module):
 @pytest.mark.narrow({"width": 8}, {"as_views": False})
 @pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize("width", [8, 128, 1100])  # lent, copied early, reduced where it lies
+@on_ranks(2)
 def test_gradients_that_are_zeroed_while_they_travel(width, as_views):
     """What rank 1 sends after rank 0's exception is not written to the zeros there."""
-
-    def main():
-        store = dist.distributed_c10d._get_default_store()
-        options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": as_views}
-        net, twin = DistributedDataParallel(Wide(width), **options), Wide(width)
-        x = torch.full((2, 4), dist.get_rank() + 1.0)
-        net(x).square().mean().backward()
-        net.zero_grad()
-        net.module.sprung = dist.get_rank() == 0
-        out = net(x).square().mean()
-        if dist.get_rank() == 0:
-            with pytest.raises(ArithmeticError):
-                out.backward()
-            net.zero_grad(set_to_none=False)
-            store.set("zeroed", "")
-        else:
-            store.wait(["zeroed"])
-            with pytest.raises(PeerFailedError):
-                out.backward()
-            net.zero_grad(set_to_none=False)
-        net.module.sprung = False
-        net(x).square().mean().backward()
-        twin(x).square().mean().backward()
-        average_used(twin)
-        assert_same(net, twin)
-
-    run_ranks(main, 2)
+    store = dist.distributed_c10d._get_default_store()
+    options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": as_views}
+    net, twin = DistributedDataParallel(Wide(width), **options), Wide(width)
+    x = torch.full((2, 4), dist.get_rank() + 1.0)
+    net(x).square().mean().backward()
+    net.zero_grad()
+    net.module.sprung = dist.get_rank() == 0
+    out = net(x).square().mean()
+    if dist.get_rank() == 0:
+        with pytest.raises(ArithmeticError):
+            out.backward()
+        net.zero_grad(set_to_none=False)
+        store.set("zeroed", "")
+    else:
+        store.wait(["zeroed"])
+        with pytest.raises(PeerFailedError):
+            out.backward()
+        net.zero_grad(set_to_none=False)
+    net.module.sprung = False
+    net(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    assert_average(net, twin)
 
 
 def evaluate(net):
@@ -457,43 +415,28 @@ def wrap(net):
     "use", [evaluate, accumulate, accumulate_joined, wrap, DistributedDataParallel.refit]
 )
 @pytest.mark.parametrize("buffers", [True, False])
+@on_ranks(2, timeout=20)
 def test_other_messages_after_an_exception_on_one_rank(use, buffers):
     """Buffers and descriptions of models are sent on the group in which others wait."""
-
-    def main():
-        module = Sprung()
-        if buffers:
-            module.register_buffer("buffer", torch.zeros(3))
-        net = DistributedDataParallel(module, bucket_cap_mb=1e-4)
-        assert_good_step(net)
-        fail_on_rank_1(net)
-        use(net)
-        assert_good_step(net)
-
-    run_ranks(main, 2, timeout=20)
+    module = sprung(2)
+    if buffers:
+        module.register_buffer("buffer", torch.zeros(3))
+    net = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    assert_good_step(net)
+    fail_on_rank_1(net)
+    use(net)
+    assert_good_step(net)
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@on_ranks(2)
 def test_an_exception_before_any_gradient(options):
     """The other ranks have sent theirs: they must not be taken for those of the next step."""
-
-    class Top(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.sprung = mlp(), False
-
-        def forward(self, x):
-            x = self.layers(x)
-            return Trap.apply(x) if self.sprung else x
-
-    def main():
-        net = DistributedDataParallel(Top(), **options)
-        for _ in range(2):
-            assert_good_step(net)
-            fail_on_rank_1(net)
-            assert_good_step(net)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(sprung(5), **options)
+    for _ in range(2):
+        assert_good_step(net)
+        fail_on_rank_1(net)
+        assert_good_step(net)
 
 
 class Halves(nn.Module):
@@ -513,40 +456,37 @@ class Halves(nn.Module):
 @pytest.mark.narrow({"failing": "net"})
 @pytest.mark.parametrize("failing", ["net", "other"])
 @pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(2)
 def test_gradients_accumulated_before_resynchronization(failing, weighted):
     """They learn of the exceptions in the forward after `no_sync`."""
-
-    def main():
-        options = {"find_unused_parameters": True}
-        net, twin = DistributedDataParallel(Halves(), **options), Halves()
-        other = DistributedDataParallel(Halves())
-        x = torch.full((2, 4), dist.get_rank() + 1.0)
-        for wrapped in (net, other) * 2:  # once buckets are rebuilt, forwards wait for nobody
+    options = {"find_unused_parameters": True}
+    net, twin = DistributedDataParallel(Halves(), **options), Halves()
+    other = DistributedDataParallel(Halves())
+    x = torch.full((2, 4), dist.get_rank() + 1.0)
+    for wrapped in (net, other) * 2:  # once buckets are rebuilt, forwards wait for nobody
+        wrapped(x).sum().backward()
+    for _ in range(2):
+        net.zero_grad()
+        twin.zero_grad()
+        wrapped = net if failing == "net" else other
+        wrapped.module.sprung = True
+        if weighted and failing == "net":
+            net.weight(5)
+        with pytest.raises(ArithmeticError):
             wrapped(x).sum().backward()
-        for _ in range(2):
-            net.zero_grad()
-            twin.zero_grad()
-            wrapped = net if failing == "net" else other
-            wrapped.module.sprung = True
-            if weighted and failing == "net":
-                net.weight(5)
-            with pytest.raises(ArithmeticError):
-                wrapped(x).sum().backward()
-            wrapped.module.sprung = False
-            with net.no_sync():
-                if weighted:
-                    net.weight(3)
-                net(x).sum().backward()
+        wrapped.module.sprung = False
+        with net.no_sync():
             if weighted:
-                net.weight(1)
-            net(x, "first").sum().backward()
-            (twin(x).sum() * (3 if weighted else 1) + twin(x, "first").sum()).backward()
-            average_used(twin)
-            for p in twin.parameters():
-                p.grad /= 4 if weighted else 1
-            assert_same(net, twin)
-
-    run_ranks(main, 2)
+                net.weight(3)
+            net(x).sum().backward()
+        if weighted:
+            net.weight(1)
+        net(x, "first").sum().backward()
+        (twin(x).sum() * (3 if weighted else 1) + twin(x, "first").sum()).backward()
+        average_used(twin)
+        for p in twin.parameters():
+            p.grad /= 4 if weighted else 1
+        assert_same(net, twin)
 
 
 class Branch(nn.Module):
@@ -564,80 +504,42 @@ class Branch(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
+@on_ranks(2)
 def test_parameters_without_a_gradient_are_named(ranks):
-    def main():
-        net = DistributedDataParallel(Branch(), bucket_cap_mb=1e-4)
-        assert_good_step(net)
-        if dist.get_rank() in ranks:
-            net.module.short = True
-            step(net)  # nobody can know yet that no more will come
-            with pytest.raises(ReductionError, match=r"middle\.2\.weight.*middle\.2\.bias"):
-                net(torch.zeros(2, 4))
-        else:
-            with pytest.raises(PeerFailedError, match=r"rank 1.*middle\.2\.weight"):
-                step(net)
-        net.module.short = False
-        assert_good_step(net)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(Branch(), bucket_cap_mb=1e-4)
+    assert_good_step(net)
+    if dist.get_rank() in ranks:
+        net.module.short = True
+        step(net)  # nobody can know yet that no more will come
+        with pytest.raises(ReductionError, match=r"middle\.2\.weight.*middle\.2\.bias"):
+            net(torch.zeros(2, 4))
+    else:
+        with pytest.raises(PeerFailedError, match=r"rank 1.*middle\.2\.weight"):
+            step(net)
+    net.module.short = False
+    assert_good_step(net)
 
 
-def test_a_backward_in_two_parts():
-    """Two outputs, two backwards after one forward: reduced when the last gradient is there."""
-
-    def main():
-        class Heads(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
-
-            def forward(self, x):
-                return self.a(x).sum(), self.b(x).sum()
-
-        net = DistributedDataParallel(Heads())
-        for _ in range(3):
-            net.zero_grad()
-            first, second = net(torch.full((1, 4), dist.get_rank() + 1.0))
-            first.backward()
-            second.backward()
-            assert net.module.a.weight.grad.unique().tolist() == [1.5]
-            assert net.module.b.weight.grad.unique().tolist() == [1.5]
-
-    run_ranks(main, 2)
-
-
+@on_ranks(2)
 def test_a_failure_one_step_ahead_is_raised_a_step_later():
     """Rank 1 is held in the wait that ends step 3 until rank 0 has failed in step 4."""
-
-    def main():
-        net = DistributedDataParallel(Sprung())
+    net = DistributedDataParallel(sprung(2, rank=0))
+    assert_good_step(net)
+    assert_good_step(net)
+    if dist.get_rank() == 0:
         assert_good_step(net)
+        net.module.on = True
+        with pytest.raises(ArithmeticError, match="trap"):
+            step(net)
+        net.module.on = False
+        assert_good_step(net)  # rings, and meets rank 1 in its step 3
+    else:
+        with waits_held(net):
+            assert_good_step(net)  # all took part in it
+        with pytest.raises(PeerFailedError, match=r"rank 0: backward was interrupted"):
+            step(net)
         assert_good_step(net)
-        if dist.get_rank() == 0:
-            assert_good_step(net)
-            net.module.sprung = True
-            with pytest.raises(ArithmeticError, match="trap"):
-                step(net)
-            net.module.sprung = False
-            assert_good_step(net)  # rings, and meets rank 1 in its step 3
-        else:
-            channel = net.reducer.domain.channel
-
-            def held(work, poll, **options):
-                while not channel.error_reported():
-                    pass
-                poll()
-                return wait_work(work, poll, **options)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "wait_work", held)
-                assert_good_step(net)  # all took part in it
-            with pytest.raises(PeerFailedError, match=r"rank 0: backward was interrupted"):
-                step(net)
-            assert_good_step(net)
-        assert_good_step(net)
-
-    run_ranks(main, 2)
+    assert_good_step(net)
 
 
 # -- ranks that die ------------------------------------------------------------------------
@@ -762,46 +664,14 @@ def test_a_death_that_the_backend_does_not_report():
         ({"module": nn.Linear(3, 3, device="meta")}, ArgumentError, "weight is on the meta device"),
     ],
 )
+@on_ranks(1)
 def test_bad_arguments(options, kind, message):
-    def main():
-        sent = dist.group.WORLD._get_sequence_number_for_group()
-        with pytest.raises(kind, match=message):
-            DistributedDataParallel(**{"module": mlp(), **options})
-        assert dist.group.WORLD._get_sequence_number_for_group() == sent  # no collective
-
-    run_ranks(main, 1)
-
-
-def test_state_and_hook_in_the_wrong_order():
-    def main():
-        net = DistributedDataParallel(mlp())
-        with pytest.raises(ArgumentTypeError, match="pass the state first"):
-            net.register_comm_hook(lambda state, bucket: bucket.buffer(), None)
-
-    run_ranks(main, 1)
+    sent = dist.group.WORLD._get_sequence_number_for_group()
+    with pytest.raises(kind, match=message):
+        DistributedDataParallel(**{"module": mlp(), **options})
+    assert dist.group.WORLD._get_sequence_number_for_group() == sent  # no collective
 
 
 def test_a_group_is_needed():
     with pytest.raises(ArgumentError, match="init_process_group first"):
         DistributedDataParallel(mlp())
-
-
-@pytest.mark.wide
-def test_a_subgroup_and_several_wrappers_at_once():
-    def main():
-        pair = dist.new_group([1, 2])
-        everyone = DistributedDataParallel(mlp())
-        if dist.get_rank():
-            two = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
-            two(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
-            assert two.module.weight.grad.item() == 2.5
-        else:
-            with pytest.raises(ArgumentError, match="does not contain this rank"):
-                DistributedDataParallel(mlp(), process_group=pair)
-        assert_good_step(everyone)
-
-    run_ranks(main, 3)
-
-
-def test_all_errors_are_package_errors():
-    assert issubclass(PeerFailedError, DistributedError)

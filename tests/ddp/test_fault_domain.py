@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import Trap, mlp
+from ddp.common import assert_good_step, fail_on_rank_1, inputs, mlp, on_ranks, sprung, step
 from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.arguments import ReducerOptions
@@ -36,51 +36,10 @@ from gradwire.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
 
 
-def inputs(rank):
-    return torch.full((2, 4), rank + 1.0)
-
-
-def step(*nets, loss=lambda outputs: sum(y.square().mean() for y in outputs)):
-    for net in nets:
-        net.zero_grad()
-    loss([net(inputs(dist.get_rank())) for net in nets]).backward()
-
-
-def assert_good_step(*nets):
-    step(*nets)
-    for net in nets:
-        plain, total = copy.deepcopy(net.module), None
-        for rank in range(dist.get_world_size(net.process_group)):
-            plain.zero_grad()
-            plain(
-                inputs(dist.get_process_group_ranks(net.process_group)[rank])
-            ).square().mean().backward()
-            grads = [p.grad for p in plain.parameters()]
-            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-        for p, want in zip(net.module.parameters(), total, strict=True):
-            torch.testing.assert_close(p.grad, want / dist.get_world_size(net.process_group))
-
-
 def mean(state, bucket):
     group = state or dist.group.WORLD
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
-
-
-def sprung(where, rank=1):
-    """An mlp; on one rank its backward raises at a layer: 0 after all gradients, 5 before any."""
-
-    class Sprung(nn.Sequential):
-        on = False
-
-        def forward(self, x):
-            for i, layer in enumerate((*self, nn.Identity())):
-                if i == where and self.on and dist.get_rank() == rank:
-                    x = Trap.apply(x.requires_grad_() if i == 0 else x)
-                x = layer(x)
-            return x
-
-    return Sprung(*mlp())
 
 
 # -- construction and copies -----------------------------------------------------------------
@@ -97,10 +56,7 @@ def test_a_copy_of_the_module_on_one_rank():
         after.register_comm_hook(None, mean)
         for _ in range(2):
             assert_good_step(after)
-            after.module.on = True
-            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-                step(after)
-            after.module.on = False
+            fail_on_rank_1(after)
         assert_good_step(after)
         assert_good_step(net)
         return averaged is None
@@ -108,20 +64,14 @@ def test_a_copy_of_the_module_on_one_rank():
     assert run_ranks(main, 2, timeout=60) == [False, True]
 
 
+@on_ranks(2, timeout=60)
 def test_reducers_made_without_a_message():
     """init_sync=False: the group's name is agreed on in the first backward, failed or not."""
-
-    def main():
-        net = DistributedDataParallel(sprung(5), init_sync=False)
-        if dist.get_rank():
-            copy.deepcopy(net)
-        net.module.on = True
-        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-            step(net)
-        net.module.on = False
-        assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
+    net = DistributedDataParallel(sprung(5), init_sync=False)
+    if dist.get_rank():
+        copy.deepcopy(net)
+    fail_on_rank_1(net)
+    assert_good_step(net)
 
 
 # -- votes ---------------------------------------------------------------------------------
@@ -168,66 +118,61 @@ def test_an_unreported_death_during_resynchronization():
 
 @pytest.mark.wide
 @pytest.mark.parametrize("hook", [None, mean])
+@on_ranks(2, timeout=60)
 def test_an_exception_while_waiting_for_the_last_message(hook):
     """As a signal handler raises it: others take the step, and all ranks hear that one did not."""
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(None, hook)
+    assert_good_step(net)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        domain = net.reducer.domain
 
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, hook)
+        def interrupted(waiter):
+            if waiter.state is not BackwardState.COMMITTING:  # its forward waits, too
+                return FaultDomain.poll(domain, waiter)
+            domain.poll = FaultDomain.poll.__get__(domain)
+            store.set("interrupted", "")
+            raise KeyboardInterrupt
+
+        domain.poll = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            step(net)
+        with pytest.raises(ReductionError, match=r"ranks \[1\].*same parameters"):
+            step(net)
+    else:
+        backward = net.reducer
+        launch, vote = backward.launcher.launch, backward.launcher.vote
+        late = backward.launcher
+
+        def held(send):
+            def hold(*args, **options):
+                store.wait(["interrupted"])
+                return send(*args, **options)
+
+            return hold
+
+        late.vote, late.launch = held(vote), held(launch) if hook is None else launch
         assert_good_step(net)
-        store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 1:
-            domain = net.reducer.domain
-
-            def interrupted(waiter):
-                if waiter.state is not BackwardState.COMMITTING:  # its forward waits, too
-                    return FaultDomain.poll(domain, waiter)
-                domain.poll = FaultDomain.poll.__get__(domain)
-                store.set("interrupted", "")
-                raise KeyboardInterrupt
-
-            domain.poll = interrupted
-            with pytest.raises(KeyboardInterrupt):
-                step(net)
-            with pytest.raises(ReductionError, match=r"ranks \[1\].*same parameters"):
-                step(net)
-        else:
-            backward = net.reducer
-            launch, vote = backward.launcher.launch, backward.launcher.vote
-            late = backward.launcher
-
-            def held(send):
-                def hold(*args, **options):
-                    store.wait(["interrupted"])
-                    return send(*args, **options)
-
-                return hold
-
-            late.vote, late.launch = held(vote), held(launch) if hook is None else launch
-            assert_good_step(net)
-            late.vote, late.launch = vote, launch
-            with pytest.raises(PeerFailedError, match=r"rank 1: .*same parameters"):
-                step(net)
-        for _ in range(2):
-            assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
+        late.vote, late.launch = vote, launch
+        with pytest.raises(PeerFailedError, match=r"rank 1: .*same parameters"):
+            step(net)
+    for _ in range(2):
+        assert_good_step(net)
 
 
+@on_ranks(2)
 def test_a_step_without_errors_does_not_use_the_store():
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, mean)
-        assert_good_step(net)
-        with pytest.MonkeyPatch.context() as patch:
-            asked = []
-            patch.setattr(ErrorChannel, "_ask", lambda self, *request: asked.append(request))
-            patch.setattr("gradwire.ddp.faults.error_channel.POLL_SECONDS", 60.0)
-            for _ in range(3):
-                assert_good_step(net)
-            assert not asked
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(None, mean)
+    assert_good_step(net)
+    with pytest.MonkeyPatch.context() as patch:
+        asked = []
+        patch.setattr(ErrorChannel, "_ask", lambda self, *request: asked.append(request))
+        patch.setattr("gradwire.ddp.faults.error_channel.POLL_SECONDS", 60.0)
+        for _ in range(3):
+            assert_good_step(net)
+        assert not asked
 
 
 # -- several reducers, forwards and groups ---------------------------------------------------
@@ -235,24 +180,23 @@ def test_a_step_without_errors_does_not_use_the_store():
 
 @pytest.mark.parametrize("where", [0, 2, 5])
 @pytest.mark.parametrize("hook", [None, mean])
+@on_ranks(2, timeout=60)
 def test_two_wrappers_in_one_loss(where, hook):
-    def main():
-        actor = DistributedDataParallel(sprung(where), bucket_cap_mb=1e-4)
-        critic = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
-        for net in (actor, critic):
-            net.register_comm_hook(None, hook)
-        for _ in range(2):
-            assert_good_step(actor, critic)
-            actor.module.on = True
-            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-                step(critic, actor)
-            actor.module.on = False
-        for _ in range(3):
-            assert_good_step(actor, critic)
-
-    run_ranks(main, 2, timeout=60)
+    actor = DistributedDataParallel(sprung(where), bucket_cap_mb=1e-4)
+    critic = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
+    for net in (actor, critic):
+        net.register_comm_hook(None, hook)
+    for _ in range(2):
+        assert_good_step(actor, critic)
+        actor.module.on = True
+        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+            step(critic, actor)
+        actor.module.on = False
+    for _ in range(3):
+        assert_good_step(actor, critic)
 
 
+@on_ranks(2, timeout=60)
 def test_a_parameter_missing_in_two_wrappers():
     class Short(nn.Module):
         def __init__(self):
@@ -262,198 +206,171 @@ def test_a_parameter_missing_in_two_wrappers():
         def forward(self, x):
             return (self.b.weight.sum() + self.b.bias.sum()) if self.short else self.b(self.a(x))
 
-    def main():
-        nets = [DistributedDataParallel(Short(), bucket_cap_mb=1e-5) for _ in range(2)]
+    nets = [DistributedDataParallel(Short(), bucket_cap_mb=1e-5) for _ in range(2)]
+    assert_good_step(*nets)
+    for net in nets:
+        net.module.short = dist.get_rank() == 1
+    if dist.get_rank() == 1:
+        step(*nets)  # nobody can know yet that no more will come
+        with pytest.raises(ReductionError, match=r"a\.weight"):
+            nets[0](torch.zeros(2, 4))
+    else:
+        with pytest.raises(PeerFailedError, match=r"a\.weight"):
+            step(*nets)
+    for net in nets:
+        net.module.short = False
+    for _ in range(2):
         assert_good_step(*nets)
-        for net in nets:
-            net.module.short = dist.get_rank() == 1
-        if dist.get_rank() == 1:
-            step(*nets)  # nobody can know yet that no more will come
-            with pytest.raises(ReductionError, match=r"a\.weight"):
-                nets[0](torch.zeros(2, 4))
-        else:
-            with pytest.raises(PeerFailedError, match=r"a\.weight"):
-                step(*nets)
-        for net in nets:
-            net.module.short = False
-        for _ in range(2):
-            assert_good_step(*nets)
-
-    run_ranks(main, 2, timeout=60)
 
 
 @pytest.mark.parametrize("hook", [None, mean])
+@on_ranks(2, timeout=60)
 def test_one_more_forward_on_one_rank(hook):
     """Then a backward that fails there: nobody takes zeros for gradients."""
-
-    def main():
-        net = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
-        net.register_comm_hook(None, hook)
+    net = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+    net.register_comm_hook(None, hook)
+    assert_good_step(net)
+    assert_good_step(net)
+    for extra in range(1, 3):
+        for _ in range(extra if dist.get_rank() == 1 else 0):
+            net(inputs(0))
+        fail_on_rank_1(net)
         assert_good_step(net)
         assert_good_step(net)
-        for extra in range(1, 3):
-            for _ in range(extra if dist.get_rank() == 1 else 0):
-                net(inputs(0))
-            net.module.on = True
-            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-                step(net)
-            net.module.on = False
-            assert_good_step(net)
-            assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
 
 
+@on_ranks(2, timeout=60)
 def test_an_exception_in_a_forward_of_one_rank():
-    def main():
-        net = DistributedDataParallel(mlp())
-        assert_good_step(net)
-        if dist.get_rank() == 1:
-            with pytest.raises(RuntimeError, match="shapes"):
-                net(torch.zeros(3, 3))
-        assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
+    net = DistributedDataParallel(mlp())
+    assert_good_step(net)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="shapes"):
+            net(torch.zeros(3, 3))
+    assert_good_step(net)
 
 
+@on_ranks(2, timeout=60)
 def test_another_backward_after_one_that_failed():
     """Without a forward between them: the ranks meet before anything of it is sent."""
-
-    def main():
-        first = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
-        second = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
-        assert_good_step(first, second)
-        first.module.on = True
-        for net in (first, second):
-            net.zero_grad()
-        x = inputs(dist.get_rank())
-        one, two = first(x).sum(), second(x).sum()
-        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-            one.backward()
-        two.backward()
-        want = copy.deepcopy(second.module)
-        want.zero_grad()
-        sum(want(inputs(r)).sum() / 2 for r in range(2)).backward()
-        for got, p in zip(second.module.parameters(), want.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, p.grad)
-        first.module.on = False
-        assert_good_step(first, second)
-
-    run_ranks(main, 2, timeout=60)
+    first = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+    second = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
+    assert_good_step(first, second)
+    first.module.on = True
+    for net in (first, second):
+        net.zero_grad()
+    x = inputs(dist.get_rank())
+    one, two = first(x).sum(), second(x).sum()
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+        one.backward()
+    two.backward()
+    want = copy.deepcopy(second.module)
+    want.zero_grad()
+    sum(want(inputs(r)).sum() / 2 for r in range(2)).backward()
+    for got, p in zip(second.module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, p.grad)
+    first.module.on = False
+    assert_good_step(first, second)
 
 
+@on_ranks(2, timeout=60)
 def test_an_error_before_buckets_are_rebuilt():
     """Rank 0 fails in a second backward of the first step; rank 1 is in the next step already."""
 
     def fail(gradient):
         raise ArithmeticError("trap")
 
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        out = net(inputs(dist.get_rank()))
-        out.square().mean().backward(retain_graph=True)
-        if dist.get_rank() == 0:
-            handle = net.module[4].bias.register_hook(fail)
-            with pytest.raises(ArithmeticError):
-                out.sum().backward()
-            handle.remove()
-        else:
-            with pytest.raises(PeerFailedError):
-                net(inputs(1)).sum().backward()
-        for _ in range(3):
-            assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+    out = net(inputs(dist.get_rank()))
+    out.square().mean().backward(retain_graph=True)
+    if dist.get_rank() == 0:
+        handle = net.module[4].bias.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            out.sum().backward()
+        handle.remove()
+    else:
+        with pytest.raises(PeerFailedError):
+            net(inputs(1)).sum().backward()
+    for _ in range(3):
+        assert_good_step(net)
 
 
+@on_ranks(3, timeout=60)
 def test_a_wrapper_on_a_subgroup_beside_one_on_all_ranks():
     """Rank 1 is in both: its exception ends the backwards in both, on all their ranks."""
-
-    def main():
-        pair = dist.new_group([0, 1])
-        whole = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
-        nets = [whole]
-        if dist.get_rank() < 2:
-            nets.append(DistributedDataParallel(mlp(1), process_group=pair, bucket_cap_mb=1e-4))
-        for _ in range(2):
-            assert_good_step(*nets)
-            whole.module.on = True
-            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-                step(*nets)
-            whole.module.on = False
-        for _ in range(3):
-            assert_good_step(*nets)
-
-    run_ranks(main, 3, timeout=60)
+    pair = dist.new_group([0, 1])
+    whole = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+    nets = [whole]
+    if dist.get_rank() < 2:
+        nets.append(DistributedDataParallel(mlp(1), process_group=pair, bucket_cap_mb=1e-4))
+    for _ in range(2):
+        assert_good_step(*nets)
+        fail_on_rank_1(*nets)
+    for _ in range(3):
+        assert_good_step(*nets)
 
 
 # -- hooks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["peer", "timed out", "connection closed", "socket"])
+@on_ranks(2, timeout=60)
 def test_the_text_of_a_hook_error_does_not_break_the_group(text):
-    def main():
-        fail = False
+    fail = False
 
-        def hook(state, bucket):
-            def callback(future):
-                if fail and dist.get_rank() == 1:
-                    raise TypeError(text)
-                return future.value()
+    def hook(state, bucket):
+        def callback(future):
+            if fail and dist.get_rank() == 1:
+                raise TypeError(text)
+            return future.value()
 
-            return mean(state, bucket).then(callback)
+        return mean(state, bucket).then(callback)
 
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, hook)
-        for _ in range(2):
-            assert_good_step(net)
-            fail = True
-            with pytest.raises(HookError if dist.get_rank() == 1 else PeerFailedError, match=text):
-                step(net)
-            fail = False
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(None, hook)
+    for _ in range(2):
         assert_good_step(net)
-
-    run_ranks(main, 2, timeout=60)
+        fail = True
+        with pytest.raises(HookError if dist.get_rank() == 1 else PeerFailedError, match=text):
+            step(net)
+        fail = False
+    assert_good_step(net)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("before", [True, False])
+@on_ranks(4, timeout=60)
 def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
     """Within a host first, then between all: rank 1 fails before one or the other."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[dist.get_rank() // 2]
+    fail = False
 
-    def main():
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        pair = pairs[dist.get_rank() // 2]
-        fail = False
+    def hook(state, bucket):
+        if before and fail and dist.get_rank() == 1:
+            raise KeyError("out of luck")
+        dist.all_reduce(bucket.buffer(), group=pair, async_op=True).get_future()
+        if fail and dist.get_rank() == 1:
+            raise KeyError("out of luck")
+        bucket.buffer().div_(2)
+        return mean(None, bucket)
 
-        def hook(state, bucket):
-            if before and fail and dist.get_rank() == 1:
-                raise KeyError("out of luck")
-            dist.all_reduce(bucket.buffer(), group=pair, async_op=True).get_future()
-            if fail and dist.get_rank() == 1:
-                raise KeyError("out of luck")
-            bucket.buffer().div_(2)
-            return mean(None, bucket)
+    def wait_first(state, bucket):
+        buffer = bucket.buffer()
+        future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
+        if fail and dist.get_rank() == 1:
+            raise KeyError("out of luck")
+        return future.then(lambda f: f.value()[0] / 4)
 
-        def wait_first(state, bucket):
-            buffer = bucket.buffer()
-            future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
-            if fail and dist.get_rank() == 1:
-                raise KeyError("out of luck")
-            return future.then(lambda f: f.value()[0] / 4)
-
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        net.register_comm_hook(None, wait_first if not before else hook)
-        step(net)
-        for _ in range(2):
-            fail = True
-            kind = HookError if dist.get_rank() == 1 else PeerFailedError
-            with pytest.raises(kind, match="out of luck"):
-                step(net)
-            fail = False
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+    net.register_comm_hook(None, wait_first if not before else hook)
+    step(net)
+    for _ in range(2):
+        fail = True
+        kind = HookError if dist.get_rank() == 1 else PeerFailedError
+        with pytest.raises(kind, match="out of luck"):
             step(net)
-
-    run_ranks(main, 4, timeout=60)
+        fail = False
+        step(net)
 
 
 def test_a_rank_that_does_not_answer_in_time():
@@ -493,79 +410,68 @@ def test_a_rank_that_does_not_answer_in_time():
 
 
 @pytest.mark.wide
+@on_ranks(1, timeout=30)
 def test_buckets_are_launched_once_and_in_order_by_several_threads():
     """Autograd has a thread for each device: two buckets are full at once."""
+    parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(8)]
+    reducer = Reducer(parameters, dist.group.WORLD, ReducerOptions(caps=[16]))
+    buckets = reducer.bucket_set
+    assert len(buckets) == 8
+    reducer.prepare()
+    launched, inside = [], threading.Event()
 
-    def main():
-        parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(8)]
-        reducer = Reducer(parameters, dist.group.WORLD, ReducerOptions(caps=[16]))
-        buckets = reducer.bucket_set
-        assert len(buckets) == 8
-        reducer.prepare()
-        launched, inside = [], threading.Event()
+    def launch(bucket, *, is_last):
+        launched.append(bucket)
+        inside.set()
+        threading.Event().wait(0.05)  # as long as a backend may keep a thread
+        reducer.launcher.launched.append(
+            type("Launched", (), {"future": None, "works": (), "bucket": bucket})
+        )
 
-        def launch(bucket, *, is_last):
-            launched.append(bucket)
-            inside.set()
-            threading.Event().wait(0.05)  # as long as a backend may keep a thread
-            reducer.launcher.launched.append(
-                type("Launched", (), {"future": None, "works": (), "bucket": bucket})
-            )
-
-        reducer.launcher.launch = launch
-        reducer.state = BackwardState.RUNNING
-        reducer.take_turn()
-        for bucket in buckets:
-            bucket.copy_in = lambda: None
-            bucket.ready.append(bucket.members[0])
-        threads = [
-            threading.Thread(target=reducer.on_bucket_ready, args=(buckets[i],)) for i in (0, 1)
-        ]
-        threads[0].start()
-        assert inside.wait(10)  # the first is in the middle of a launch
-        threads[1].start()
-        for thread in threads:
-            thread.join()
-        assert launched == list(buckets)[:-1]  # the last one is for the end
-        reducer.launcher.launched.clear()
-
-    run_ranks(main, 1, timeout=30)
+    reducer.launcher.launch = launch
+    reducer.state = BackwardState.RUNNING
+    reducer.take_turn()
+    for bucket in buckets:
+        bucket.copy_in = lambda: None
+        bucket.ready.append(bucket.members[0])
+    threads = [threading.Thread(target=reducer.on_bucket_ready, args=(buckets[i],)) for i in (0, 1)]
+    threads[0].start()
+    assert inside.wait(10)  # the first is in the middle of a launch
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert launched == list(buckets)[:-1]  # the last one is for the end
+    reducer.launcher.launched.clear()
 
 
 @pytest.mark.wide
+@on_ranks(2)
 def test_a_first_message_that_is_late_is_a_timeout():
-    def main():
-        group = dist.new_group(timeout=timedelta(seconds=1))
-        net = DistributedDataParallel(mlp(), process_group=group, init_sync=False)
-        if dist.get_rank() == 0:  # the root of the first message
-            dist.barrier()
-            return
-        with pytest.raises(CollectiveTimeoutError, match="the first message"):
-            step(net)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    net = DistributedDataParallel(mlp(), process_group=group, init_sync=False)
+    if dist.get_rank() == 0:  # the root of the first message
         dist.barrier()
-
-    run_ranks(main, 2)
+        return
+    with pytest.raises(CollectiveTimeoutError, match="the first message"):
+        step(net)
+    dist.barrier()
 
 
 @pytest.mark.wide
+@on_ranks(2)
 def test_the_log_does_not_grow():
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-        domain = net.reducer.domain
-        for _ in range(3):
-            assert_good_step(net)
-            assert not domain.log.sent
-            assert not domain.log.works
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)
+    domain = net.reducer.domain
+    for _ in range(3):
+        assert_good_step(net)
+        assert not domain.log.sent
+        assert not domain.log.works
 
 
+@on_ranks(2)
 def test_the_timeout_of_the_group_is_used():
-    def main():
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        return FaultDomain.of(group).seconds
-
-    assert run_ranks(main, 2) == [77.0, 77.0]
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    assert FaultDomain.of(group).seconds == 77.0
 
 
 class UntilPolled(torch.autograd.Function):
@@ -606,41 +512,36 @@ def test_a_destroyed_group_that_something_still_refers_to_is_not_polled():
     assert run_ranks(polled_after_destroying, 2, timeout=60)[0] == (True, False)
 
 
+@on_ranks(1, timeout=30)
 def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
     """Or its callbacks would send between what is sent next."""
+    net = DistributedDataParallel(mlp())
+    launcher = net.reducer.launcher
+    future = torch.futures.Future()
+    launcher._domain.hook_future = future
 
-    def main():
-        net = DistributedDataParallel(mlp())
-        launcher = net.reducer.launcher
-        future = torch.futures.Future()
-        launcher._domain.hook_future = future
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gradwire.ddp.reducer.launch.wait_future", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                launcher._wait_for_hook()
-        assert launcher._domain.hook_future is future
-        future.set_result([])
-        launcher._wait_for_hook()
-        assert launcher._domain.hook_future is None
-
-    run_ranks(main, 1, timeout=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradwire.ddp.reducer.launch.wait_future", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launcher._wait_for_hook()
+    assert launcher._domain.hook_future is future
+    future.set_result([])
+    launcher._wait_for_hook()
+    assert launcher._domain.hook_future is None
 
 
+@on_ranks(2)
 def test_recovery_ignores_groups_that_are_gone():
-    def main():
-        group = dist.new_group([0, 1])
-        dist.barrier(group)  # Gloo may still connect on the other rank
-        domain = FaultDomain.of(group)
-        domain.note_interrupted()
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        net = DistributedDataParallel(mlp())
-        assert_good_step(net)
-        return domain._group() is None
-
-    assert run_ranks(main, 2) == [True, True]
+    group = dist.new_group([0, 1])
+    dist.barrier(group)  # Gloo may still connect on the other rank
+    domain = FaultDomain.of(group)
+    domain.note_interrupted()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    net = DistributedDataParallel(mlp())
+    assert_good_step(net)
+    assert domain._group() is None

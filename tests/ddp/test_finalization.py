@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import naive
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.packed import PackedBucket
@@ -55,88 +56,80 @@ OPTIONS = [
 
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2)
 def test_gradients_are_reduced_when_finalized(options, hook):
-    def main():
-        net = DistributedDataParallel(mlp(), **options)
-        if hook:
-            net.register_comm_hook(None, hook)
-        net.require_manual_backward_finalization = True
-        tolerance = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
-        for step in range(4):
-            x = batch(step)
-            wanted = expected(net, x)
-            net.zero_grad()
-            loss = net(x).square().sum()
-            assert net.should_finalize_after_backward == (step == 0)
-            loss.backward()
-            net.finalize_backward()
-            torch.testing.assert_close(gradients(net), wanted, **tolerance)
-        net.require_manual_backward_finalization = False
-        assert not net.should_finalize_after_backward
+    net = DistributedDataParallel(mlp(), **options)
+    if hook:
+        net.register_comm_hook(None, hook)
+    net.require_manual_backward_finalization = True
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
+    for step in range(4):
+        x = batch(step)
+        wanted = expected(net, x)
         net.zero_grad()
-        net(x).square().sum().backward()
+        loss = net(x).square().sum()
+        assert net.should_finalize_after_backward == (step == 0)
+        loss.backward()
+        net.finalize_backward()
         torch.testing.assert_close(gradients(net), wanted, **tolerance)
+    net.require_manual_backward_finalization = False
+    assert not net.should_finalize_after_backward
+    net.zero_grad()
+    net(x).square().sum().backward()
+    torch.testing.assert_close(gradients(net), wanted, **tolerance)
 
-    run_ranks(main, 2)
 
-
+@on_ranks(2)
 def test_backward_returns_before_the_reduction_is_done():
     """The hook's future is completed by what runs between backward and its finalization."""
+    pending = []
 
-    def main():
-        pending = []
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        pending.append((future, bucket.buffer()))
+        return future
 
-        def hook(state, bucket):
-            future = torch.futures.Future()
-            pending.append((future, bucket.buffer()))
-            return future
-
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, hook)
-        net.require_manual_backward_finalization = True
-        net(batch(0)).square().sum().backward()
-        assert len(pending) == 1
-        for future, buffer in pending:
-            future.set_result(torch.full_like(buffer, 7.0))
-        net.finalize_backward()
-        assert all((g == 7).all() for g in gradients(net))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(None, hook)
+    net.require_manual_backward_finalization = True
+    net(batch(0)).square().sum().backward()
+    assert len(pending) == 1
+    for future, buffer in pending:
+        future.set_result(torch.full_like(buffer, 7.0))
+    net.finalize_backward()
+    assert all((g == 7).all() for g in gradients(net))
 
 
+@on_ranks(2)
 def test_a_hook_of_backward_finalizes():
     """The input's gradient comes after all of the parameters': an optimizer steps before it."""
+    net = DistributedDataParallel(mlp())
+    net.require_manual_backward_finalization = True
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
 
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.require_manual_backward_finalization = True
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        seen = []
+    def step(_):
+        net.finalize_backward()
+        seen.append(gradients(net))
+        optimizer.step()
 
-        def step(_):
-            net.finalize_backward()
-            seen.append(gradients(net))
-            optimizer.step()
-
-        for number in range(4):
-            x = batch(number).requires_grad_() * 1  # no leaf: those' hooks come at any time
-            wanted = expected(net, x.detach())
-            before = [p.detach().clone() for p in net.parameters()]
-            optimizer.zero_grad()
-            loss = net(x).square().sum()
-            if after := net.should_finalize_after_backward:
-                loss.backward()
-                step(None)
-            else:
-                x.register_hook(step)
-                loss.backward()
-            assert after == (number == 0)
-            torch.testing.assert_close(seen[number], wanted)
-            for p, old, g in zip(net.parameters(), before, wanted, strict=True):
-                torch.testing.assert_close(p.detach(), old - 0.1 * g)
-        assert len(seen) == 4
-
-    run_ranks(main, 2)
+    for number in range(4):
+        x = batch(number).requires_grad_() * 1  # no leaf: those' hooks come at any time
+        wanted = expected(net, x.detach())
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.zero_grad()
+        loss = net(x).square().sum()
+        if after := net.should_finalize_after_backward:
+            loss.backward()
+            step(None)
+        else:
+            x.register_hook(step)
+            loss.backward()
+        assert after == (number == 0)
+        torch.testing.assert_close(seen[number], wanted)
+        for p, old, g in zip(net.parameters(), before, wanted, strict=True):
+            torch.testing.assert_close(p.detach(), old - 0.1 * g)
+    assert len(seen) == 4
 
 
 def test_an_output_of_its_own_after_finalization_begins_nothing():
@@ -177,99 +170,91 @@ def test_an_output_of_its_own_after_finalization_begins_nothing():
     run_ranks(main, 2)
 
 
+@on_ranks(2)
 def test_wrong_times_are_errors_and_the_module_goes_on():
-    def main():
-        net = DistributedDataParallel(mlp())
-        with pytest.raises(ReductionError, match="no reduction to finalize"):
-            net.finalize_backward()
-        net.require_manual_backward_finalization = True
-        assert net.should_finalize_after_backward
-        with pytest.raises(ReductionError, match="no reduction to finalize"):
-            net.finalize_backward()
-        with net.no_sync():
-            net(batch(0)).sum().backward()
-        with pytest.raises(ReductionError, match="no reduction to finalize"):
-            net.finalize_backward()
-        net.zero_grad()
-
-        x = batch(0)
-        outputs = net(x)
-        with pytest.raises(ReductionError, match="no reduction to finalize"):
-            net.finalize_backward()
-        lacking = []
-
-        def too_soon(gradient):
-            with pytest.raises(ReductionError, match=r"0\.weight.*have no gradient yet") as caught:
-                net.finalize_backward()
-            lacking.append(caught.value.parameters)
-
-        net.module[2].bias.register_post_accumulate_grad_hook(too_soon)
-        outputs.square().sum().backward()
-        assert lacking
-        with pytest.raises(ReductionError, match="during a backward"):
-            net.require_manual_backward_finalization = False
+    net = DistributedDataParallel(mlp())
+    with pytest.raises(ReductionError, match="no reduction to finalize"):
         net.finalize_backward()
-        torch.testing.assert_close(gradients(net), expected(net, x))
-        with pytest.raises(ReductionError, match="no reduction to finalize"):
-            net.finalize_backward()
+    net.require_manual_backward_finalization = True
+    assert net.should_finalize_after_backward
+    with pytest.raises(ReductionError, match="no reduction to finalize"):
+        net.finalize_backward()
+    with net.no_sync():
+        net(batch(0)).sum().backward()
+    with pytest.raises(ReductionError, match="no reduction to finalize"):
+        net.finalize_backward()
+    net.zero_grad()
 
-    run_ranks(main, 2)
+    x = batch(0)
+    outputs = net(x)
+    with pytest.raises(ReductionError, match="no reduction to finalize"):
+        net.finalize_backward()
+    lacking = []
+
+    def too_soon(gradient):
+        with pytest.raises(ReductionError, match=r"0\.weight.*have no gradient yet") as caught:
+            net.finalize_backward()
+        lacking.append(caught.value.parameters)
+
+    net.module[2].bias.register_post_accumulate_grad_hook(too_soon)
+    outputs.square().sum().backward()
+    assert lacking
+    with pytest.raises(ReductionError, match="during a backward"):
+        net.require_manual_backward_finalization = False
+    net.finalize_backward()
+    torch.testing.assert_close(gradients(net), expected(net, x))
+    with pytest.raises(ReductionError, match="no reduction to finalize"):
+        net.finalize_backward()
 
 
 @pytest.mark.parametrize("again", ["forward", "backward"])
+@on_ranks(2)
 def test_a_backward_that_nobody_finalized_is_an_error_on_all_ranks(again):
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.require_manual_backward_finalization = True
-        x = batch(0)
-        loss = net(x).square().sum()
-        loss.backward(retain_graph=True)
-        next_call = (lambda: net(x)) if again == "forward" else loss.backward
-        with pytest.raises(ReductionError, match="was not finalized"):
-            next_call()
-        net.zero_grad()
-        net(x).square().sum().backward()
-        net.finalize_backward()
-        torch.testing.assert_close(gradients(net), expected(net, x))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    net.require_manual_backward_finalization = True
+    x = batch(0)
+    loss = net(x).square().sum()
+    loss.backward(retain_graph=True)
+    next_call = (lambda: net(x)) if again == "forward" else loss.backward
+    with pytest.raises(ReductionError, match="was not finalized"):
+        next_call()
+    net.zero_grad()
+    net(x).square().sum().backward()
+    net.finalize_backward()
+    torch.testing.assert_close(gradients(net), expected(net, x))
 
 
+@on_ranks(2)
 def test_the_setting_stays_with_a_copy_and_a_new_reducer():
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.require_manual_backward_finalization = True
-        net.refit()
-        assert net.require_manual_backward_finalization
-        twin = copy.deepcopy(net)
-        assert twin.require_manual_backward_finalization
-        x = batch(0)
-        twin(x).square().sum().backward()
-        twin.finalize_backward()
-        torch.testing.assert_close(gradients(twin), expected(twin, x))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    net.require_manual_backward_finalization = True
+    net.refit()
+    assert net.require_manual_backward_finalization
+    twin = copy.deepcopy(net)
+    assert twin.require_manual_backward_finalization
+    x = batch(0)
+    twin(x).square().sum().backward()
+    twin.finalize_backward()
+    torch.testing.assert_close(gradients(twin), expected(twin, x))
 
 
+@on_ranks(2)
 def test_optimizers_in_backward_step_when_finalized():
-    def main():
-        from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
-        net = mlp()
-        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-        model = DistributedDataParallel(net)
-        model.require_manual_backward_finalization = True
-        x, before = batch(0), [p.detach().clone() for p in net.parameters()]
-        twin = mlp()
-        twin(x).square().sum().backward()
-        naive.average_gradients(dist.group.WORLD, twin.parameters())
-        model(x).square().sum().backward()
-        torch.testing.assert_close([p.detach() for p in net.parameters()], before)
-        model.finalize_backward()
-        for p, old, q in zip(net.parameters(), before, twin.parameters(), strict=True):
-            torch.testing.assert_close(p.detach(), old - 0.1 * q.grad)
-
-    run_ranks(main, 2)
+    net = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(net)
+    model.require_manual_backward_finalization = True
+    x, before = batch(0), [p.detach().clone() for p in net.parameters()]
+    twin = mlp()
+    twin(x).square().sum().backward()
+    naive.average_gradients(dist.group.WORLD, twin.parameters())
+    model(x).square().sum().backward()
+    torch.testing.assert_close([p.detach() for p in net.parameters()], before)
+    model.finalize_backward()
+    for p, old, q in zip(net.parameters(), before, twin.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), old - 0.1 * q.grad)
 
 
 # -- lazily ----------------------------------------------------------------------------------
@@ -282,63 +267,56 @@ def packed(net):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 @pytest.mark.parametrize("width", [8, 4096])
+@on_ranks(2)
 def test_buckets_have_memory_during_backward_only(width, hook, view):
     """Small gradients, which are copied out, and large ones, which lie in the bucket."""
-
-    def main():
-        net = DistributedDataParallel(
-            mlp(width), lazy_bucket_allocation=True, gradient_as_bucket_view=view
-        )
-        if hook:
-            net.register_comm_hook(None, hook)
-        held = []
-        last = net.module[0].weight  # its gradient is the last but one
-        last.register_post_accumulate_grad_hook(
-            lambda _: held.append([hasattr(b, "flat") for b in packed(net)])
-        )
-        for step in range(4):
-            x = batch(step)
-            net.zero_grad(set_to_none=step != 3)
-            assert not any(hasattr(b, "flat") for b in packed(net))
-            wanted = expected(net, x)
-            net(x).square().sum().backward()
-            assert packed(net)
-            assert not any(hasattr(b, "flat") for b in packed(net))
-            torch.testing.assert_close(gradients(net), wanted)
-        kept = gradients(net)
-        net.zero_grad()
-        net(batch(9)).square().sum().backward()
-        torch.testing.assert_close(kept, wanted)
-        if width == 4096 and hook is None:
-            assert any(held[-1])
-
-    run_ranks(main, 2)
-
-
-def test_gradients_accumulate_in_lazy_buckets():
-    def main():
-        net = DistributedDataParallel(
-            mlp(4096), lazy_bucket_allocation=True, find_unused_parameters=True
-        )
-        x, y = batch(0), batch(1)
-        wanted = [a + b for a, b in zip(expected(net, x), expected(net, y), strict=True)]
-        with net.no_sync():
-            net(x).square().sum().backward()
-        net(y).square().sum().backward()
-        torch.testing.assert_close(gradients(net), wanted)
+    net = DistributedDataParallel(
+        mlp(width), lazy_bucket_allocation=True, gradient_as_bucket_view=view
+    )
+    if hook:
+        net.register_comm_hook(None, hook)
+    held = []
+    last = net.module[0].weight  # its gradient is the last but one
+    last.register_post_accumulate_grad_hook(
+        lambda _: held.append([hasattr(b, "flat") for b in packed(net)])
+    )
+    for step in range(4):
+        x = batch(step)
+        net.zero_grad(set_to_none=step != 3)
+        assert not any(hasattr(b, "flat") for b in packed(net))
+        wanted = expected(net, x)
         net(x).square().sum().backward()
-        again = [a + b for a, b in zip(wanted, expected(net, x), strict=True)]
-        torch.testing.assert_close(gradients(net), again)
+        assert packed(net)
+        assert not any(hasattr(b, "flat") for b in packed(net))
+        torch.testing.assert_close(gradients(net), wanted)
+    kept = gradients(net)
+    net.zero_grad()
+    net(batch(9)).square().sum().backward()
+    torch.testing.assert_close(kept, wanted)
+    if width == 4096 and hook is None:
+        assert any(held[-1])
 
-    run_ranks(main, 2)
+
+@on_ranks(2)
+def test_gradients_accumulate_in_lazy_buckets():
+    net = DistributedDataParallel(
+        mlp(4096), lazy_bucket_allocation=True, find_unused_parameters=True
+    )
+    x, y = batch(0), batch(1)
+    wanted = [a + b for a, b in zip(expected(net, x), expected(net, y), strict=True)]
+    with net.no_sync():
+        net(x).square().sum().backward()
+    net(y).square().sum().backward()
+    torch.testing.assert_close(gradients(net), wanted)
+    net(x).square().sum().backward()
+    again = [a + b for a, b in zip(wanted, expected(net, x), strict=True)]
+    torch.testing.assert_close(gradients(net), again)
 
 
+@on_ranks(2)
 def test_lazy_buckets_with_uneven_inputs():
-    def main():
-        net = DistributedDataParallel(mlp(), lazy_bucket_allocation=True)
-        with net.join():
-            for step in range(2 + dist.get_rank()):
-                net.zero_grad()
-                net(batch(step)).square().sum().backward()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), lazy_bucket_allocation=True)
+    with net.join():
+        for step in range(2 + dist.get_rank()):
+            net.zero_grad()
+            net(batch(step)).square().sum().backward()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import DistributedError, MismatchError, PeerFailedError, ReductionError
@@ -87,6 +88,7 @@ def test_training_with_uneven_inputs(world_size, hook, initial):
         {"broadcast_buffers": False},
     ],
 )
+@on_ranks(2)
 def test_uneven_inputs_with_other_options(options):
     class Wide(nn.Module):
         def __init__(self):
@@ -96,50 +98,43 @@ def test_uneven_inputs_with_other_options(options):
         def forward(self, x):
             return self.norm(self.net(x) + torch.arange(2.0)[:, None])
 
-    def main():
-        options.setdefault("find_unused_parameters", True)
-        net = DistributedDataParallel(Wide(), bucket_cap_mb=1e-6, **options)
-        got = train(net)
-        for p in got:
-            root = p.clone()
-            dist.broadcast(root, 0)
-            assert torch.equal(p, root)
-        assert net.module.unused.weight.grad is None
-
-    run_ranks(main, 2)
+    options.setdefault("find_unused_parameters", True)
+    net = DistributedDataParallel(Wide(), bucket_cap_mb=1e-6, **options)
+    got = train(net)
+    for p in got:
+        root = p.clone()
+        dist.broadcast(root, 0)
+        assert torch.equal(p, root)
+    assert net.module.unused.weight.grad is None
 
 
+@on_ranks(2)
 def test_accumulation_and_ranks_without_any_input():
-    def main():
-        rank = dist.get_rank()
-        net, twin = DistributedDataParallel(mlp()), mlp()
-        with net.join(divide_by_initial_world_size=False):
-            for step in range(4 * rank):
-                if step % 2 == 0:
-                    net.zero_grad()
-                    with net.no_sync():
-                        net(batch(rank, step)).square().mean().backward()
-                else:
+    rank = dist.get_rank()
+    net, twin = DistributedDataParallel(mlp()), mlp()
+    with net.join(divide_by_initial_world_size=False):
+        for step in range(4 * rank):
+            if step % 2 == 0:
+                net.zero_grad()
+                with net.no_sync():
                     net(batch(rank, step)).square().mean().backward()
-                    twin.zero_grad()
-                    for x in (batch(rank, step - 1), batch(rank, step)):
-                        twin(x).square().mean().backward()
-                    for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
-                        torch.testing.assert_close(p.grad, q.grad)
+            else:
+                net(batch(rank, step)).square().mean().backward()
+                twin.zero_grad()
+                for x in (batch(rank, step - 1), batch(rank, step)):
+                    twin(x).square().mean().backward()
+                for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad)
 
-    run_ranks(main, 2)
 
-
+@on_ranks(2)
 def test_early_termination_and_no_join():
-    def main():
-        net = DistributedDataParallel(mlp())
-        with pytest.raises(RuntimeError, match="exhausted"):  # PyTorch's context raises it
-            train(net, throw_on_early_termination=True)
-        twin = copy.deepcopy(net)
-        with twin.join(enable=False):
-            twin(batch(0, 0)).sum().backward()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    with pytest.raises(RuntimeError, match="exhausted"):  # PyTorch's context raises it
+        train(net, throw_on_early_termination=True)
+    twin = copy.deepcopy(net)
+    with twin.join(enable=False):
+        twin(batch(0, 0)).sum().backward()
 
 
 def no_backward(net, x):
@@ -188,77 +183,68 @@ def test_ranks_without_input_wait_for_a_backward(step):
     assert ReductionError in others  # one may hear of the other's before it has its own
 
 
+@on_ranks(2)
 def test_ranks_without_input_take_part_in_one_module_after_the_other():
     """The next one's message met the buckets of the first."""
+    rank = dist.get_rank()
+    first, second = DistributedDataParallel(mlp()), DistributedDataParallel(nn.Linear(2, 1))
 
-    def main():
-        rank = dist.get_rank()
-        first, second = DistributedDataParallel(mlp()), DistributedDataParallel(nn.Linear(2, 1))
-
-        def train():
-            with Join([first, second]):
-                for number in range(1 + bool(rank)):
-                    second(first(batch(rank, number))).sum().backward()
-
-        with pytest.raises(DistributedError, match="had no backward"):
-            train()
+    def train():
         with Join([first, second]):
             for number in range(1 + bool(rank)):
-                output = first(batch(rank, number))
-                output.sum().backward()
-                second(output.detach()).sum().backward()
+                second(first(batch(rank, number))).sum().backward()
 
-    run_ranks(main, 2)
+    with pytest.raises(DistributedError, match="had no backward"):
+        train()
+    with Join([first, second]):
+        for number in range(1 + bool(rank)):
+            output = first(batch(rank, number))
+            output.sum().backward()
+            second(output.detach()).sum().backward()
 
 
+@on_ranks(2)
 def test_ranks_without_input_wait_for_what_is_to_be_finalized():
     """The vote of a hook met the message of the next forward."""
+    rank = dist.get_rank()
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(None, hooks.all_reduce)
+    net.require_manual_backward_finalization = True
+    for _ in range(3):  # the first backwards end by themselves
+        net(batch(rank, 0)).sum().backward()
+        net.finalize_backward()
 
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, hooks.all_reduce)
-        net.require_manual_backward_finalization = True
-        for _ in range(3):  # the first backwards end by themselves
-            net(batch(rank, 0)).sum().backward()
-            net.finalize_backward()
+    def train():
+        with net.join():
+            for number in range(bool(rank)):
+                net(batch(rank, number)).sum().backward()
+                with torch.no_grad():
+                    net(batch(rank, number))
+                net.finalize_backward()
 
-        def train():
-            with net.join():
-                for number in range(bool(rank)):
-                    net(batch(rank, number)).sum().backward()
-                    with torch.no_grad():
-                        net(batch(rank, number))
-                    net.finalize_backward()
-
-        with pytest.raises(DistributedError, match="was not finalized"):
-            train()
-
-    run_ranks(main, 2)
+    with pytest.raises(DistributedError, match="was not finalized"):
+        train()
 
 
+@on_ranks(3)
 def test_ranks_without_input_do_not_wait_for_a_second_backward():
     """The message of the next step met its bucket."""
-
-    def main():
-        rank = dist.get_rank()
-        net, x = DistributedDataParallel(mlp()), batch(rank, 0)
-        with net.join():
-            for step in range(2 * bool(rank)):
-                output = net(x)
-                output[0].sum().backward(retain_graph=True)
-                if step == 0:
-                    with pytest.raises(ReductionError, match="a second backward of one forward"):
-                        output[1].sum().backward()
-                net.zero_grad()
-            if rank:
-                net(x).sum().backward()
-                twin = mlp()
-                twin(torch.cat([batch(1, 0), batch(2, 0)])).sum().div(3).backward()
-                for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad)
-
-    run_ranks(main, 3)
+    rank = dist.get_rank()
+    net, x = DistributedDataParallel(mlp()), batch(rank, 0)
+    with net.join():
+        for step in range(2 * bool(rank)):
+            output = net(x)
+            output[0].sum().backward(retain_graph=True)
+            if step == 0:
+                with pytest.raises(ReductionError, match="a second backward of one forward"):
+                    output[1].sum().backward()
+            net.zero_grad()
+        if rank:
+            net(x).sum().backward()
+            twin = mlp()
+            twin(torch.cat([batch(1, 0), batch(2, 0)])).sum().div(3).backward()
+            for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_after_join_a_backward_may_be_repeated():
@@ -314,22 +300,19 @@ def test_ranks_without_input_call_the_buffer_hook(after_forward):
 
 
 @pytest.mark.parametrize("under", [torch.no_grad, None])
+@on_ranks(3)
 def test_ranks_with_input_that_do_not_do_the_same(under):
     """On Gloo, the process was aborted: messages of other sizes met."""
+    rank = dist.get_rank()
+    net = DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(2)))
 
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(2)))
+    def train():
+        with net.join():
+            for number in range(2 + rank):
+                with (under or net.no_sync)() if rank == 1 and number == 1 else nullcontext():
+                    output = net(batch(rank, number))
+                if output.requires_grad:
+                    output.sum().backward()
 
-        def train():
-            with net.join():
-                for number in range(2 + rank):
-                    with (under or net.no_sync)() if rank == 1 and number == 1 else nullcontext():
-                        output = net(batch(rank, number))
-                    if output.requires_grad:
-                        output.sum().backward()
-
-        with pytest.raises(MismatchError, match="of the 3 ranks that still have input expect"):
-            train()
-
-    run_ranks(main, 3)
+    with pytest.raises(MismatchError, match="of the 3 ranks that still have input expect"):
+        train()

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets import packed
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.packed import PackedBucket
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 SIZES = [20, 2_000, 20_000, 1_200_000]  # 80 B, 8 KB, 80 KB, 4.8 MB: each travels in its own way
@@ -77,6 +77,7 @@ def train(make, *, steps=2, set_to_none=True, local=0, hook=None, **options):
     return net
 
 
+@on_ranks(2)
 def test_a_gradient_that_is_queued_for_another_branch():
     """Scaled in place it would halve all that comes before it."""
 
@@ -86,54 +87,50 @@ def test_a_gradient_that_is_queued_for_another_branch():
     def two_views(m, x):
         return ((m.up * x).tanh().view(-1) + m.pos.view(-1)) * x
 
-    def main():
-        for n in SIZES:
-            train(lambda n=n: Made(position, up=n, pos=n))
-            train(lambda n=n: Made(two_views, up=(n // 4, 4), pos=(4, n // 4)))
-
-    run_ranks(main, 2)
+    for n in SIZES:
+        train(lambda n=n: Made(position, up=n, pos=n))
+        train(lambda n=n: Made(two_views, up=(n // 4, 4), pos=(4, n // 4)))
 
 
 @pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
 def test_gradients_are_moved_after_the_copy_as_on_accelerators(view):
     """Buckets of accelerators copy all of their gradients in at once, and then move large ones."""
 
     def own_and_queued(m, x):
         return (m.a * x).tanh() * m.b + (m.up * x).tanh().unsqueeze(0) + m.pos.unsqueeze(0)
 
-    def main():
-        moved = []
-        move_to = PackedBucket._move_to
+    moved = []
+    move_to = PackedBucket._move_to
 
-        def noting(self, parameter, gradient, at):
-            moved.append(parameter)
-            move_to(self, parameter, gradient, at)
+    def noting(self, parameter, gradient, at):
+        moved.append(parameter)
+        move_to(self, parameter, gradient, at)
 
-        with (
-            mock.patch.object(packed, "CACHED", ()),
-            mock.patch.object(packed, "MOVE_BYTES", 80),
-            mock.patch.object(BucketSet, "_on_cpu", new=False),
-            mock.patch.object(PackedBucket, "_move_to", noting),
-        ):
-            for n in SIZES[:3]:
-                for options in ({}, {"find_unused_parameters": True}):
-                    options["gradient_as_bucket_view"] = view
-                    train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), **options)
-                    made = Made(own_and_queued, a=n, b=n, up=n, pos=n)
-                    held = []
-                    node = torch.autograd.graph.get_gradient_edge(made.a).node
-                    node.register_hook(lambda *_: held.append(made.a.grad))  # noqa: B023
-                    net = DistributedDataParallel(made, **options)
-                    moved.clear()
-                    net(number(7)).square().sum().backward()
-                    assert all(p is not made.a for p in moved)
-                    assert view or len(moved) == 3
-                    assert view or held[0] is made.a.grad
-                train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), local=1)
-
-    run_ranks(main, 2)
+    with (
+        mock.patch.object(packed, "CACHED", ()),
+        mock.patch.object(packed, "MOVE_BYTES", 80),
+        mock.patch.object(BucketSet, "_on_cpu", new=False),
+        mock.patch.object(PackedBucket, "_move_to", noting),
+    ):
+        for n in SIZES[:3]:
+            for options in ({}, {"find_unused_parameters": True}):
+                options["gradient_as_bucket_view"] = view
+                train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), **options)
+                made = Made(own_and_queued, a=n, b=n, up=n, pos=n)
+                held = []
+                node = torch.autograd.graph.get_gradient_edge(made.a).node
+                node.register_hook(lambda *_: held.append(made.a.grad))  # noqa: B023
+                net = DistributedDataParallel(made, **options)
+                moved.clear()
+                net(number(7)).square().sum().backward()
+                assert all(p is not made.a for p in moved)
+                assert view or len(moved) == 3
+                assert view or held[0] is made.a.grad
+            train(lambda n=n: Made(own_and_queued, a=n, b=n, up=n, pos=n), local=1)
 
 
+@on_ranks(2)
 def test_gradients_that_are_read_as_conjugated_or_negated():
     def conjugated(m, x):
         return m.complex_a.conj() * x + m.complex_b * (1 + 2j)
@@ -141,38 +138,34 @@ def test_gradients_that_are_read_as_conjugated_or_negated():
     def negated(m, x):
         return torch._neg_view(m.a) * x + torch._neg_view(m.b)
 
-    def main():
-        for n in SIZES:
-            for options in ({}, {"gradient_as_bucket_view": True}):
-                train(lambda n=n: Made(conjugated, complex_a=n // 2, complex_b=n // 2), **options)
-                train(lambda n=n: Made(negated, a=n, b=n), set_to_none=False, **options)
-
-    run_ranks(main, 2)
+    for n in SIZES:
+        for options in ({}, {"gradient_as_bucket_view": True}):
+            train(lambda n=n: Made(conjugated, complex_a=n // 2, complex_b=n // 2), **options)
+            train(lambda n=n: Made(negated, a=n, b=n), set_to_none=False, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "bucket_cap_mb": 50}])
+@on_ranks(2)
 def test_kept_gradients_stay_when_others_of_their_bucket_are_absent(options):
     def forward(m, x):
         early = (m.early * x).sum() + (m.batch * x).sum() if x < 3 else 0.0
         return early + m.tiny * x
 
-    def main():
-        net = DistributedDataParallel(
-            Made(forward, early=20_000, batch=2_000, tiny=4), find_unused_parameters=True, **options
-        )
-        for _ in range(3):  # buckets are rebuilt after the first
-            net.zero_grad()
-            net(number()).sum().backward()
-        kept = [(p.grad, p.grad.clone()) for p in net.parameters()]
-        for step in (3, 4):
-            net.zero_grad()
-            net(number(step)).sum().backward()
-        for gradient, was in kept:
-            assert torch.equal(gradient, was)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(
+        Made(forward, early=20_000, batch=2_000, tiny=4), find_unused_parameters=True, **options
+    )
+    for _ in range(3):  # buckets are rebuilt after the first
+        net.zero_grad()
+        net(number()).sum().backward()
+    kept = [(p.grad, p.grad.clone()) for p in net.parameters()]
+    for step in (3, 4):
+        net.zero_grad()
+        net(number(step)).sum().backward()
+    for gradient, was in kept:
+        assert torch.equal(gradient, was)
 
 
+@on_ranks(2)
 def test_gradients_that_alias_each_other_are_added_up_once():
     def stacked(m, x):
         return torch.stack([m.a, m.b]) * x
@@ -180,18 +173,15 @@ def test_gradients_that_alias_each_other_are_added_up_once():
     def added(m, x):
         return m.a.view(-1) * 1.0 + (m.b.view(-1) + m.c.view(-1)) * x
 
-    def main():
-        for n in SIZES:
-            for local in (0, 2):
-                train(lambda n=n: Made(stacked, a=n, b=n), steps=3, set_to_none=False, local=local)
-                train(
-                    lambda n=n: Made(added, a=n, b=n, c=(n // 4, 4)),
-                    steps=3,
-                    set_to_none=False,
-                    local=local,
-                )
-
-    run_ranks(main, 2)
+    for n in SIZES:
+        for local in (0, 2):
+            train(lambda n=n: Made(stacked, a=n, b=n), steps=3, set_to_none=False, local=local)
+            train(
+                lambda n=n: Made(added, a=n, b=n, c=(n // 4, 4)),
+                steps=3,
+                set_to_none=False,
+                local=local,
+            )
 
 
 class Kept(torch.autograd.Function):
@@ -210,61 +200,38 @@ class Kept(torch.autograd.Function):
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", SIZES)
+@on_ranks(2)
 def test_a_referenced_gradient_is_not_moved(size, shared, held):
     """They may have taken its address: where it lies, the result has to be."""
-
-    def main():
-        net, kept, others = nn.Linear(size, 1), [], []
-        if shared:  # with what another tensor looks at
-            net.weight.register_hook(lambda g: others.append(g.detach()))
-        node = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]
-        node.register_hook(
-            lambda *_: kept.append((net.weight.grad.data_ptr(), held and net.weight.grad))
-        )
-        wrapped = DistributedDataParallel(net)  # whose hook is called after that one
-        in_place = size < 20_000 or (size == SIZES[-1] and dist.get_backend() == "gloo")
-        for step in range(2):
-            wrapped.zero_grad()
-            wrapped(torch.full((1, size), number(step))).sum().backward()
-            address, gradient = kept.pop()
-            assert not held or gradient is net.weight.grad
-            stayed = net.weight.grad.data_ptr() == address
-            assert stayed == (held or (in_place and not shared))
-            assert (net.weight.grad == (dist.get_world_size() + 1) / 2 + step).all()
-
-    run_ranks(main, 2)
+    net, kept, others = nn.Linear(size, 1), [], []
+    if shared:  # with what another tensor looks at
+        net.weight.register_hook(lambda g: others.append(g.detach()))
+    node = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]
+    node.register_hook(
+        lambda *_: kept.append((net.weight.grad.data_ptr(), held and net.weight.grad))
+    )
+    wrapped = DistributedDataParallel(net)  # whose hook is called after that one
+    in_place = size < 20_000 or (size == SIZES[-1] and dist.get_backend() == "gloo")
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, size), number(step))).sum().backward()
+        address, gradient = kept.pop()
+        assert not held or gradient is net.weight.grad
+        stayed = net.weight.grad.data_ptr() == address
+        assert stayed == (held or (in_place and not shared))
+        assert (net.weight.grad == (dist.get_world_size() + 1) / 2 + step).all()
 
 
+@on_ranks(2)
 def test_tensors_kept_by_an_autograd_function_do_not_change():
-    def main():
-        for n in SIZES:
-            keep = [torch.full((n,), number())]
-            net = DistributedDataParallel(
-                Made(lambda m, x, keep=keep: Kept.apply(m.a, keep[0]), a=n)
-            )
-            for _ in range(2):
-                net.zero_grad()
-                net(number()).backward()
-                assert keep[0].unique().tolist() == [number()]
-                assert net.module.a.grad.unique().tolist() == [1.5]
-
-    run_ranks(main, 2)
-
-
-def test_gradients_that_the_user_has_made():
-    """Results are put where they lie."""
-
-    def main():
-        for n in SIZES:
-            net = DistributedDataParallel(Made(lambda m, x: (m.a + m.b) * x, a=n, b=n))
-            flat = torch.zeros(2 * n)
-            net.module.a.grad, net.module.b.grad = flat[:n], flat[n:]
-            for _ in range(2):
-                flat.zero_()
-                net(number()).sum().backward()
-                assert flat.unique().tolist() == [1.5]
-
-    run_ranks(main, 2)
+    for n in SIZES:
+        keep = [torch.full((n,), number())]
+        net = DistributedDataParallel(Made(lambda m, x, keep=keep: Kept.apply(m.a, keep[0]), a=n))
+        for _ in range(2):
+            net.zero_grad()
+            net(number()).backward()
+            assert keep[0].unique().tolist() == [number()]
+            assert net.module.a.grad.unique().tolist() == [1.5]
 
 
 class Nothing(torch.autograd.Function):
@@ -280,6 +247,7 @@ class Nothing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["on one rank", "everywhere"])
+@on_ranks(2)
 def test_a_function_that_gives_no_gradient_for_a_parameter(where):
     """It counts as zeros, also where none of the parameters gets one."""
 
@@ -291,43 +259,34 @@ def test_a_function_that_gives_no_gradient_for_a_parameter(where):
     def nothing(m, x):
         return Nothing.apply(x, m.a)
 
-    def main():
-        for n in SIZES:
-            train(lambda n=n: Made(forward, a=n, b=3))
-        net = DistributedDataParallel(Made(nothing, a=5))
-        for _ in range(2):
-            net(torch.ones(5, requires_grad=True)).sum().backward()
-            assert net.module.a.grad.tolist() == [0.0] * 5
-
-    run_ranks(main, 2)
+    for n in SIZES:
+        train(lambda n=n: Made(forward, a=n, b=3))
+    net = DistributedDataParallel(Made(nothing, a=5))
+    for _ in range(2):
+        net(torch.ones(5, requires_grad=True)).sum().backward()
+        assert net.module.a.grad.tolist() == [0.0] * 5
 
 
+@on_ranks(2)
 def test_pytorchs_hook_on_complex_buckets():
     """On Gloo its future holds pairs of reals."""
-
-    def main():
-        for n in SIZES[:3]:
-            train(
-                lambda n=n: Made(lambda m, x: m.complex_a * x, complex_a=n // 2),
-                hook=default_hooks.allreduce_hook,
-            )
-
-    run_ranks(main, 2)
+    for n in SIZES[:3]:
+        train(
+            lambda n=n: Made(lambda m, x: m.complex_a * x, complex_a=n // 2),
+            hook=default_hooks.allreduce_hook,
+        )
 
 
 @pytest.mark.narrow({"each_backend": "shm"})  # whose memory a child would share
+@on_ranks(2)
 def test_gradients_in_a_forked_process():
     """It may clear those that it inherited without clearing ours."""
-
-    def main():
-        net = DistributedDataParallel(Made(lambda m, x: m.a * x, a=20_000))
-        for _ in range(2):
-            net.zero_grad()
-            net(number()).sum().backward()
-        if (child := os.fork()) == 0:
-            net.module.a.grad.zero_()
-            os._exit(0)
-        os.waitpid(child, 0)
-        return net.module.a.grad.unique().tolist()
-
-    assert run_ranks(main, 2) == [[1.5]] * 2
+    net = DistributedDataParallel(Made(lambda m, x: m.a * x, a=20_000))
+    for _ in range(2):
+        net.zero_grad()
+        net(number()).sum().backward()
+    if (child := os.fork()) == 0:
+        net.module.a.grad.zero_()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert net.module.a.grad.unique().tolist() == [1.5]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
@@ -116,43 +117,39 @@ def test_a_rank_that_runs_different_forwards(extra, options):
     assert all(other == first for other in others)
 
 
+@on_ranks(3)
 def test_all_ranks_skip_a_batch_that_one_of_them_skips():
-    def main():
-        rank = dist.get_rank()
-        net, taken = DistributedDataParallel(mlp()), []
-        for step in range(6):
-            flag = step == rank + 1
-            loss = net(batch(step)).sum()
-            if not net.skip_if_any(torch.tensor(flag) if step % 2 else flag):
+    rank = dist.get_rank()
+    net, taken = DistributedDataParallel(mlp()), []
+    for step in range(6):
+        flag = step == rank + 1
+        loss = net(batch(step)).sum()
+        if not net.skip_if_any(torch.tensor(flag) if step % 2 else flag):
+            loss.backward()
+            taken.append(step)
+    with pytest.raises(ArgumentTypeError, match="flag is 1"):
+        net.skip_if_any(1)
+
+    def uneven():
+        with net.join():
+            for step in range(1 + rank):
+                loss = net(batch(step)).sum()
+                if step:
+                    net.skip_if_any(False)
                 loss.backward()
-                taken.append(step)
-        with pytest.raises(ArgumentTypeError, match="flag is 1"):
-            net.skip_if_any(1)
 
-        def uneven():
-            with net.join():
-                for step in range(1 + rank):
-                    loss = net(batch(step)).sum()
-                    if step:
-                        net.skip_if_any(False)
-                    loss.backward()
-
-        with pytest.raises((DistributedError, NotSupportedError), match="run out of input"):
-            uneven()
-        return taken
-
-    assert run_ranks(main, 3) == [[0, 4, 5]] * 3
+    with pytest.raises((DistributedError, NotSupportedError), match="run out of input"):
+        uneven()
+    assert taken == [0, 4, 5]
 
 
+@on_ranks(2)
 def test_all_ranks_skip_a_backward():
-    def main():
-        net = DistributedDataParallel(mlp())
-        for step in range(5):
-            loss = net(batch(step)).sum()
-            if step % 2 == 0:
-                loss.backward()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    for step in range(5):
+        loss = net(batch(step)).sum()
+        if step % 2 == 0:
+            loss.backward()
 
 
 # -- replicas that drift -------------------------------------------------------------------
@@ -172,20 +169,18 @@ def write(net, name):
 
 
 @pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+@on_ranks(3)
 def test_a_parameter_changed_on_one_rank(name):
-    def main():
-        net = DistributedDataParallel(mlp(), check_replicas=3)
-        steps(net, 4)
-        if dist.get_rank() == 2:
-            write(net, name)
+    net = DistributedDataParallel(mlp(), check_replicas=3)
+    steps(net, 4)
+    if dist.get_rank() == 2:
+        write(net, name)
+    steps(net, 2)
+    drift = rf"first rank 0: {name}: digest (\w+); rank 1: {name}: digest \1; rank 2: {name}: "
+    with pytest.raises(MismatchError, match=f"replicas after step 6 differ, {drift}"):
         steps(net, 2)
-        drift = rf"first rank 0: {name}: digest (\w+); rank 1: {name}: digest \1; rank 2: {name}: "
-        with pytest.raises(MismatchError, match=f"replicas after step 6 differ, {drift}"):
-            steps(net, 2)
-        net.refit()
-        steps(net, 4)
-
-    run_ranks(main, 3)
+    net.refit()
+    steps(net, 4)
 
 
 class Embedded(nn.Module):
@@ -213,16 +208,15 @@ def normalizes(net):
     ("make", "train", "first"),
     [(mlp, skips_a_step, "0.weight"), (Embedded, normalizes, "embedding.weight")],
 )
+@on_ranks(2)
 def test_replicas_are_compared_every_hundred_steps(make, train, first):
-    def main():
-        net = DistributedDataParallel(make())
-        with pytest.raises(MismatchError, match=f"replicas after step 100 differ, first .*{first}"):
-            train(net)
-        train(DistributedDataParallel(make(), check_replicas=0))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(make())
+    with pytest.raises(MismatchError, match=f"replicas after step 100 differ, first .*{first}"):
+        train(net)
+    train(DistributedDataParallel(make(), check_replicas=0))
 
 
+@on_ranks(2)
 def test_equal_replicas(tmp_path):
     """All dtypes and layouts, NaN, an ignored parameter, and uneven inputs."""
 
@@ -243,19 +237,16 @@ def test_equal_replicas(tmp_path):
         def forward(self, x):
             return self.layer(x) + self.own.detach()
 
-    def main():
-        net = DistributedDataParallel(Kinds(), check_replicas=1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-        steps(net, 3, optimizer)
-        with net.join():
-            steps(net, 1 + dist.get_rank(), optimizer)
+    net = DistributedDataParallel(Kinds(), check_replicas=1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    steps(net, 3, optimizer)
+    with net.join():
+        steps(net, 1 + dist.get_rank(), optimizer)
+    steps(net, 2)
+    with torch.no_grad():
+        net.module.frozen[0][1] = 0.0 if dist.get_rank() else math.nan
+    with pytest.raises(MismatchError, match=r"frozen\.0: digest"):
         steps(net, 2)
-        with torch.no_grad():
-            net.module.frozen[0][1] = 0.0 if dist.get_rank() else math.nan
-        with pytest.raises(MismatchError, match=r"frozen\.0: digest"):
-            steps(net, 2)
-
-    run_ranks(main, 2)
 
 
 def local_only(state, bucket):
@@ -265,24 +256,19 @@ def local_only(state, bucket):
 
 
 @pytest.mark.parametrize("hook", [local_only, hooks.all_reduce])
+@on_ranks(2)
 def test_hooks_that_allow_replicas_to_differ(hook):
     """Without a number they are not compared: a hook may average over some of the ranks."""
-
-    def main():
-        net = DistributedDataParallel(mlp())
-        pairs = [dist.new_group([0]), dist.new_group([1])]
-        state = pairs[dist.get_rank()] if hook is hooks.all_reduce else None
-        net.register_comm_hook(state, hook)
-        steps(net, 120, torch.optim.SGD(net.parameters(), 0.1))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    state = pairs[dist.get_rank()] if hook is hooks.all_reduce else None
+    net.register_comm_hook(state, hook)
+    steps(net, 120, torch.optim.SGD(net.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
+@on_ranks(1)
 def test_invalid_intervals(each_backend):
-    def main():
-        for wrong, kind in ((-1, ArgumentError), (1.5, ArgumentTypeError), (True, TypeError)):
-            with pytest.raises(kind, match="check_replicas is"):
-                DistributedDataParallel(mlp(), check_replicas=wrong)
-
-    run_ranks(main, 1)
+    for wrong, kind in ((-1, ArgumentError), (1.5, ArgumentTypeError), (True, TypeError)):
+        with pytest.raises(kind, match="check_replicas is"):
+            DistributedDataParallel(mlp(), check_replicas=wrong)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import naive
+from ddp.common import assert_good_step, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.assignment import BucketSet
@@ -25,157 +26,127 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-def check(net):
-    """One step, held against the mean over the group's ranks."""
-    rank = dist.get_rank()
-    net.zero_grad()
-    net(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
-    got = [None if p.grad is None else p.grad.clone() for p in net.module.parameters()]
-    net.module.zero_grad()
-    net.module(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
-    naive.average_gradients(net.process_group, net.module.parameters())
-    for a, p in zip(got, net.module.parameters(), strict=True):
-        assert (a is None) == (p.grad is None)
-        if a is not None:
-            torch.testing.assert_close(a, p.grad)
-
-
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-4}])
+@on_ranks(2)
 def test_frozen_and_unfrozen_parameters(options):
-    def main():
-        net = DistributedDataParallel(mlp(), **options)
-        check(net)
-        net.module[2].requires_grad_(False)
-        check(net)
-        check(net)
-        net.module[2].requires_grad_(True)
-        check(net)
-        net.module[2].requires_grad_(False)
-        net.refit()
-        assert "2.weight" not in str(net.reducer.buckets)
-        check(net)
-        net.module[2].requires_grad_(True)
-        with pytest.raises(ArgumentError, match=r"\['2\.weight', '2\.bias'\] were frozen when"):
-            net(torch.zeros(1, 4))
-        net.refit()
-        check(net)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), **options)
+    assert_good_step(net)
+    net.module[2].requires_grad_(False)
+    assert_good_step(net)
+    assert_good_step(net)
+    net.module[2].requires_grad_(True)
+    assert_good_step(net)
+    net.module[2].requires_grad_(False)
+    net.refit()
+    assert "2.weight" not in str(net.reducer.buckets)
+    assert_good_step(net)
+    net.module[2].requires_grad_(True)
+    with pytest.raises(ArgumentError, match=r"\['2\.weight', '2\.bias'\] were frozen when"):
+        net(torch.zeros(1, 4))
+    net.refit()
+    assert_good_step(net)
 
 
+@on_ranks(2)
 def test_parameters_that_are_added_or_replaced_are_refused_by_name():
-    def main():
-        net = DistributedDataParallel(mlp())
-        check(net)
-        nn.Linear(2, 2)  # somebody else's
-        net.module.append(nn.Linear(2, 2))
-        with pytest.raises(ArgumentError, match=r"\['4\.weight', '4\.bias'\] were added"):
-            net(torch.zeros(1, 4))
-        with pytest.raises(ArgumentError, match="refit"):  # again
-            net(torch.zeros(1, 4))
-        with torch.no_grad():
-            net(torch.zeros(1, 4))
-        net.refit()
-        check(net)
-        net.module[0].weight = nn.Parameter(torch.randn(8, 4))
-        with pytest.raises(ArgumentError, match=r"0\.weight"):
-            net(torch.zeros(1, 4))
-        net.refit()  # takes rank 0's
-        check(net)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    assert_good_step(net)
+    nn.Linear(2, 2)  # somebody else's
+    net.module.append(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match=r"\['4\.weight', '4\.bias'\] were added"):
+        net(torch.zeros(1, 4))
+    with pytest.raises(ArgumentError, match="refit"):  # again
+        net(torch.zeros(1, 4))
+    with torch.no_grad():
+        net(torch.zeros(1, 4))
+    net.refit()
+    assert_good_step(net)
+    net.module[0].weight = nn.Parameter(torch.randn(8, 4))
+    with pytest.raises(ArgumentError, match=r"0\.weight"):
+        net(torch.zeros(1, 4))
+    net.refit()  # takes rank 0's
+    assert_good_step(net)
 
 
+@on_ranks(2)
 def test_refit_compares_the_models():
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.module[2].requires_grad_(dist.get_rank() == 0)
-        with pytest.raises(MismatchError, match=r"2\.weight.*requires_grad"):
-            net.refit()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    net.module[2].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(MismatchError, match=r"2\.weight.*requires_grad"):
+        net.refit()
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+@on_ranks(2)
 def test_a_rebuild_of_buckets_that_is_interrupted(options):
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, **options)
-        check(net)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BucketSet, "_new_buckets", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                net(torch.ones(2, 4))
-        net.weight(1)
-        for _ in range(2):
-            check(net)
-        assert net.logging_data().rebuilt
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, **options)
+    assert_good_step(net)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketSet, "_new_buckets", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.ones(2, 4))
+    net.weight(1)
+    for _ in range(2):
+        assert_good_step(net)
+    assert net.logging_data().rebuilt
 
 
 @pytest.mark.parametrize("hook", [None, "all_reduce"])
+@on_ranks(3)
 def test_a_group_that_is_replaced(hook):
     """Also under a hook, whose state is the group: PyTorch's goes on with the old one."""
-
-    def main():
-        rank = dist.get_rank()
-        pair, everyone = dist.new_group([0, 1]), dist.group.WORLD
-        if rank < 2:
-            small = DistributedDataParallel(mlp(), process_group=pair)
-            small.register_comm_hook(pair if hook else None, hook)
-            check(small)
-            check(small)
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(everyone if hook else None, hook)
-        check(net)
-        check(net)
-        if rank < 2:
-            net.process_group = pair
-            check(net)
-            check(net)
-        dist.barrier()
-        with pytest.raises(ArgumentError, match="does not contain this rank"):
-            net.process_group = pair if rank == 2 else dist.GroupMember.NON_GROUP_MEMBER
-        net.process_group = everyone
-        check(net)
-
-    run_ranks(main, 3)
+    rank = dist.get_rank()
+    pair, everyone = dist.new_group([0, 1]), dist.group.WORLD
+    if rank < 2:
+        small = DistributedDataParallel(mlp(), process_group=pair)
+        small.register_comm_hook(pair if hook else None, hook)
+        assert_good_step(small)
+        assert_good_step(small)
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook(everyone if hook else None, hook)
+    assert_good_step(net)
+    assert_good_step(net)
+    if rank < 2:
+        net.process_group = pair
+        assert_good_step(net)
+        assert_good_step(net)
+    dist.barrier()
+    with pytest.raises(ArgumentError, match="does not contain this rank"):
+        net.process_group = pair if rank == 2 else dist.GroupMember.NON_GROUP_MEMBER
+    net.process_group = everyone
+    assert_good_step(net)
 
 
+@on_ranks(2)
 def test_hooks_by_name_and_composed():
-    def main():
-        net = DistributedDataParallel(mlp())
-        seen = []
-        clip = hooks.wrap(hooks.all_reduce, before=lambda b: seen.append(b.index()))
-        for hook in ("all_reduce", clip, None, hooks.wrap(clip, after=lambda t, _: t)):
-            net.register_comm_hook(None, hook)
-            check(net)
-        assert seen == [0, 0]
-        net.register_comm_hook(None, "fp16")
-        net(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
-        assert net.logging_data().hook == "fp16"
-        with pytest.raises(ArgumentError, match="all_reduce, bf16, fp16, int8, int4"):
-            net.register_comm_hook(None, "fp8")
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp())
+    seen = []
+    clip = hooks.wrap(hooks.all_reduce, before=lambda b: seen.append(b.index()))
+    for hook in ("all_reduce", clip, None, hooks.wrap(clip, after=lambda t, _: t)):
+        net.register_comm_hook(None, hook)
+        assert_good_step(net)
+    assert seen == [0, 0]
+    net.register_comm_hook(None, "fp16")
+    net(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    assert net.logging_data().hook == "fp16"
+    with pytest.raises(ArgumentError, match="all_reduce, bf16, fp16, int8, int4"):
+        net.register_comm_hook(None, "fp8")
 
 
+@on_ranks(2)
 def test_logging_data():
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
-        assert not net.logging_data().rebuilt
-        check(net)
-        check(net)
-        log = net.logging_data()
-        assert [b.parameters for b in log.buckets] == [tuple(b) for b in net.reducer.buckets]
-        assert sum(b.bytes for b in log.buckets) == sum(p.nbytes for p in net.parameters())
-        assert log.rebuilt
-        assert log.unused is None
-        assert log.unused_here == ()
-        assert min(log.forward_seconds, log.backward_seconds, log.exposed_seconds) > 0
-        assert all(bucket.wait_seconds > 0 for bucket in log.buckets)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
+    assert not net.logging_data().rebuilt
+    assert_good_step(net)
+    assert_good_step(net)
+    log = net.logging_data()
+    assert [b.parameters for b in log.buckets] == [tuple(b) for b in net.reducer.buckets]
+    assert sum(b.bytes for b in log.buckets) == sum(p.nbytes for p in net.parameters())
+    assert log.rebuilt
+    assert log.unused is None
+    assert log.unused_here == ()
+    assert min(log.forward_seconds, log.backward_seconds, log.exposed_seconds) > 0
+    assert all(bucket.wait_seconds > 0 for bucket in log.buckets)
 
 
 def test_buffers_merged_by_a_function():
@@ -219,25 +190,22 @@ def test_buffers_merged_by_a_function():
     ],
 )
 @pytest.mark.parametrize("part", [slice(None), slice(3, 4)])
+@on_ranks(2)
 def test_parameters_that_are_converted_are_refused_by_name(part, options):
     """They get new nodes in autograd, of which the reducer hears nothing."""
-
-    def main():
-        net = DistributedDataParallel(mlp(), **options)
-        converted = net.module[part]
-        ids = {id(p) for p in converted.parameters()}
-        names = [n for n, p in net.module.named_parameters() if id(p) in ids]
-        for _ in range(2):  # before the first backward, and after others
-            if dist.get_rank() == 0 or part.start is None:
-                converted.half().float()
-            with pytest.raises((ArgumentError, PeerFailedError)) as caught:
-                net(torch.ones(2, 4)).sum().backward()
-            assert f"parameters {names} were converted" in str(caught.value)
-            net.refit()
-            for _ in range(2):
-                check(net)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), **options)
+    converted = net.module[part]
+    ids = {id(p) for p in converted.parameters()}
+    names = [n for n, p in net.module.named_parameters() if id(p) in ids]
+    for _ in range(2):  # before the first backward, and after others
+        if dist.get_rank() == 0 or part.start is None:
+            converted.half().float()
+        with pytest.raises((ArgumentError, PeerFailedError)) as caught:
+            net(torch.ones(2, 4)).sum().backward()
+        assert f"parameters {names} were converted" in str(caught.value)
+        net.refit()
+        for _ in range(2):
+            assert_good_step(net)
 
 
 @pytest.mark.narrow(
@@ -247,34 +215,31 @@ def test_parameters_that_are_converted_are_refused_by_name(part, options):
     "options", [{}, {"lazy_bucket_allocation": True}, {"gradient_as_bucket_view": True}]
 )
 @pytest.mark.parametrize("hook", [None, "bf16"])
+@on_ranks(2)
 def test_another_memory_format_on_one_rank(options, hook):
     """Gradients lie in their bucket as the parameters did when ranks compared them."""
-
-    def main():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
-        net = DistributedDataParallel(module, **options)
-        net.register_comm_hook(None, hook)
-        kept, first = [], dist.get_rank() == 0
-        for step in range(4):
-            if step == 1 and first:
-                net.to(memory_format=torch.channels_last)
-            net.zero_grad()
-            torch.manual_seed(10 * step + dist.get_rank())
-            x = torch.randn(2, 2, 3, 3)
-            net(x).square().sum().backward()
-            got = [p.grad for p in net.parameters()]
-            kept += (
-                got if first and not net.gradient_as_bucket_view else []
-            )  # this rank's bucket takes new memory
-            twin = copy.deepcopy(net.module)
-            twin.zero_grad()
-            twin(x).square().sum().backward()
-            naive.average_gradients(net.process_group, twin.parameters())
-            for a, p in zip(got, twin.parameters(), strict=True):
-                tolerance = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
-                torch.testing.assert_close(a, p.grad, **tolerance)
-            for p in net.parameters():
-                assert p.grad.stride() == p.stride()  # fused optimizers look at neither
-
-    run_ranks(main, 2)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
+    net = DistributedDataParallel(module, **options)
+    net.register_comm_hook(None, hook)
+    kept, first = [], dist.get_rank() == 0
+    for step in range(4):
+        if step == 1 and first:
+            net.to(memory_format=torch.channels_last)
+        net.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(2, 2, 3, 3)
+        net(x).square().sum().backward()
+        got = [p.grad for p in net.parameters()]
+        kept += (
+            got if first and not net.gradient_as_bucket_view else []
+        )  # this rank's bucket takes new memory
+        twin = copy.deepcopy(net.module)
+        twin.zero_grad()
+        twin(x).square().sum().backward()
+        naive.average_gradients(net.process_group, twin.parameters())
+        for a, p in zip(got, twin.parameters(), strict=True):
+            tolerance = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
+            torch.testing.assert_close(a, p.grad, **tolerance)
+        for p in net.parameters():
+            assert p.grad.stride() == p.stride()  # fused optimizers look at neither

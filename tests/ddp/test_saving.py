@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError, NotSavedWarning
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -33,56 +33,49 @@ def step(net, optimizer=None, number=0):
     return [p.grad.clone() for p in net.parameters()]
 
 
+@on_ranks(2)
 def test_pickles_and_copies():
-    def main():
-        pair = dist.new_group([0, 1])
-        for group in (None, pair):
-            net = DistributedDataParallel(
-                mlp(), process_group=group, static_graph=True, bucket_cap_mb=1e-4
-            )
-            net.register_comm_hook(pair, hooks.bf16)
-            want = step(net)
-            for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-                assert again.process_group is net.process_group
-                assert again.reducer.logging_data().hook == "bf16"
-                for _ in range(2):
-                    got = step(again)
-                for a, b in zip(got, want, strict=True):
-                    torch.testing.assert_close(a, b)
-            torch.save(net, io.BytesIO())
-
-    run_ranks(main, 2)
+    pair = dist.new_group([0, 1])
+    for group in (None, pair):
+        net = DistributedDataParallel(
+            mlp(), process_group=group, static_graph=True, bucket_cap_mb=1e-4
+        )
+        net.register_comm_hook(pair, hooks.bf16)
+        want = step(net)
+        for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert again.process_group is net.process_group
+            assert again.reducer.logging_data().hook == "bf16"
+            for _ in range(2):
+                got = step(again)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b)
+        torch.save(net, io.BytesIO())
 
 
+@on_ranks(1)
 def test_a_state_dict_has_torchs_keys():
-    def main():
-        ours = DistributedDataParallel(mlp())
-        theirs = nn.parallel.DistributedDataParallel(mlp())
-        ours.register_comm_hook(None, hooks.bf16)
-        assert list(ours.state_dict()) == list(theirs.state_dict())
-        theirs.load_state_dict(ours.state_dict())
-        ours.load_state_dict(theirs.state_dict())
-
-    run_ranks(main, 1)
+    ours = DistributedDataParallel(mlp())
+    theirs = nn.parallel.DistributedDataParallel(mlp())
+    ours.register_comm_hook(None, hooks.bf16)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
 
 
+@on_ranks(1)
 def test_a_state_dict_is_the_modules_whatever_the_hook():
     """It loads elsewhere, and into a wrapper whose hook has another state, or none."""
-
-    def main():
-        ours, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
-        ours.register_comm_hook(power_sgd(), powerSGD_hook)
-        step(ours)
-        saved = ours.state_dict()
-        assert list(saved) == [f"module.{n}" for n in mlp().state_dict()]
-        assert all(isinstance(value, torch.Tensor) for value in saved.values())
-        for other in (plain, nn.parallel.DistributedDataParallel(mlp())):
-            other.load_state_dict(saved)
-        with pytest.warns(NotSavedWarning, match="PowerSGDState, is not saved: define state_dict"):
-            assert ours.comm_hook_state_dict() == {}
-        assert plain.comm_hook_state_dict() == {}
-
-    run_ranks(main, 1)
+    ours, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    ours.register_comm_hook(power_sgd(), powerSGD_hook)
+    step(ours)
+    saved = ours.state_dict()
+    assert list(saved) == [f"module.{n}" for n in mlp().state_dict()]
+    assert all(isinstance(value, torch.Tensor) for value in saved.values())
+    for other in (plain, nn.parallel.DistributedDataParallel(mlp())):
+        other.load_state_dict(saved)
+    with pytest.warns(NotSavedWarning, match="PowerSGDState, is not saved: define state_dict"):
+        assert ours.comm_hook_state_dict() == {}
+    assert plain.comm_hook_state_dict() == {}
 
 
 def power_sgd():
@@ -92,36 +85,32 @@ def power_sgd():
 
 
 @pytest.mark.parametrize("change", ["copy", "pickle"])
+@on_ranks(2)
 def test_a_copy_has_the_buckets_of_the_original(change):
     """PowerSGD keeps errors by the bucket's number."""
-
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        net.register_comm_hook(power_sgd(), powerSGD_hook)
-        for number in range(5):
-            step(net, None, number)
-        other = copy.deepcopy(net) if change == "copy" else pickle.loads(pickle.dumps(net))
-        assert other.reducer.buckets == net.reducer.buckets
-        for number in range(3):
-            for a, b in zip(step(net, None, number), step(other, None, number), strict=True):
-                assert torch.equal(a, b)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+    net.register_comm_hook(power_sgd(), powerSGD_hook)
+    for number in range(5):
+        step(net, None, number)
+    other = copy.deepcopy(net) if change == "copy" else pickle.loads(pickle.dumps(net))
+    assert other.reducer.buckets == net.reducer.buckets
+    for number in range(3):
+        for a, b in zip(step(net, None, number), step(other, None, number), strict=True):
+            assert torch.equal(a, b)
 
 
+@on_ranks(1)
 def test_buckets_that_do_not_fit():
-    def main():
-        net = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-        names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-        for buckets in ([names[:3]], [[*names, "other"]], [names], [[], names[:2], names[2:]]):
-            with pytest.raises(ArgumentError, match="do not fit the parameters"):
-                net.reducer.set_layout(buckets)
-        net.reducer.set_layout([names[:2], names[2:]])
-        assert net.reducer.buckets == [names[:2], names[2:]]
-
-    run_ranks(main, 1)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for buckets in ([names[:3]], [[*names, "other"]], [names], [[], names[:2], names[2:]]):
+        with pytest.raises(ArgumentError, match="do not fit the parameters"):
+            net.reducer.set_layout(buckets)
+    net.reducer.set_layout([names[:2], names[2:]])
+    assert net.reducer.buckets == [names[:2], names[2:]]
 
 
+@on_ranks(1)
 def test_states_with_a_state_dict_of_their_own():
     class Counter:
         def __init__(self):
@@ -138,17 +127,14 @@ def test_states_with_a_state_dict_of_their_own():
             state.calls[str(tuple(p.shape))] = state.calls.get(str(tuple(p.shape)), 0) + 1
         return hooks.all_reduce(None, bucket)
 
-    def main():
-        nets = [DistributedDataParallel(mlp()) for _ in range(2)]
-        states = [Counter(), Counter()]
-        for net, state in zip(nets, states, strict=True):
-            net.register_comm_hook(state, hook)
-        step(nets[0])
-        nets[1].load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
-        assert states[1].calls["(16, 16)"] == 1
-        plain = DistributedDataParallel(mlp())
-        with pytest.raises(ArgumentError, match="register the same hook first"):
-            plain.load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
-        plain.load_comm_hook_state_dict(plain.comm_hook_state_dict())  # nothing
-
-    run_ranks(main, 1)
+    nets = [DistributedDataParallel(mlp()) for _ in range(2)]
+    states = [Counter(), Counter()]
+    for net, state in zip(nets, states, strict=True):
+        net.register_comm_hook(state, hook)
+    step(nets[0])
+    nets[1].load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
+    assert states[1].calls["(16, 16)"] == 1
+    plain = DistributedDataParallel(mlp())
+    with pytest.raises(ArgumentError, match="register the same hook first"):
+        plain.load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
+    plain.load_comm_hook_state_dict(plain.comm_hook_state_dict())  # nothing

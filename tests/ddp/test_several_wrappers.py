@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import assert_same, average_used
+from ddp.common import assert_average, assert_same, average_used, on_ranks
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.errors import NotSupportedError, PeerFailedError
 from gradwire.testing import run_ranks
@@ -65,31 +65,26 @@ def critic_step(generator, critic, averaged=()):
 
 @pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-6}])
+@on_ranks(2)
 def test_a_generator_through_a_frozen_critic(options):
-    def main():
-        (generator, critic), twins = made(**options)
-        for _ in range(3):
-            critic_step(generator, critic)
-            critic_step(*twins, averaged=twins)
-            assert_same(generator, twins[0])
-            assert_same(critic, twins[1])
-
-    run_ranks(main, 2)
+    (generator, critic), twins = made(**options)
+    for _ in range(3):
+        critic_step(generator, critic)
+        critic_step(*twins, averaged=twins)
+        assert_same(generator, twins[0])
+        assert_same(critic, twins[1])
 
 
 @pytest.mark.usefixtures("each_backend")
+@on_ranks(2)
 def test_a_generator_through_a_critic_that_gets_no_gradient():
-    def main():
-        (generator, critic), (twin, other) = made()
-        for _ in range(2):  # two in a row: of the first, nothing is left to be waited for
-            for g, c in ((generator, critic), (twin, other)):
-                g.zero_grad()
-                c(g(one_input())).sum().backward(inputs=list(g.parameters()))
-            average_used(twin)
-            assert_same(generator, twin)
-            assert_same(critic, other)
-
-    run_ranks(main, 2)
+    (generator, critic), (twin, other) = made()
+    for _ in range(2):  # two in a row: of the first, nothing is left to be waited for
+        for g, c in ((generator, critic), (twin, other)):
+            g.zero_grad()
+            c(g(one_input())).sum().backward(inputs=list(g.parameters()))
+        assert_average(generator, twin)
+        assert_same(critic, other)
 
 
 # -- the same parameters ------------------------------------------------------------------------
@@ -112,52 +107,45 @@ def test_a_generator_through_a_critic_that_gets_no_gradient():
         ),
     ],
 )
+@on_ranks(2)
 def test_two_wrappers_of_one_parameter(first, second, names):
     """The error comes on every rank before anything is sent, and the first wrapper goes on."""
-
-    def main():
-        module = Layers(5)
-        net = DistributedDataParallel(first(module))
-        before = dist.group.WORLD._get_sequence_number_for_group()
-        with pytest.raises(NotSupportedError) as caught:
-            DistributedDataParallel(second(module))
-        assert dist.group.WORLD._get_sequence_number_for_group() == before
-        assert "parameter {} of {} is also {} of {}".format(*names) in str(caught.value)
-        with pytest.raises(NotSupportedError, match=r"weight of \(a reducer\) is also"):
-            Reducer([("weight", next(net.parameters()))], dist.group.WORLD)
-        twin = copy.deepcopy(net.module)
-        for model in (net, twin):
-            model(one_input()).square().sum().backward()
-        average_used(twin)
-        assert_same(net, twin)
-
-    run_ranks(main, 2)
+    module = Layers(5)
+    net = DistributedDataParallel(first(module))
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    with pytest.raises(NotSupportedError) as caught:
+        DistributedDataParallel(second(module))
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
+    assert "parameter {} of {} is also {} of {}".format(*names) in str(caught.value)
+    with pytest.raises(NotSupportedError, match=r"weight of \(a reducer\) is also"):
+        Reducer([("weight", next(net.parameters()))], dist.group.WORLD)
+    twin = copy.deepcopy(net.module)
+    for model in (net, twin):
+        model(one_input()).square().sum().backward()
+    assert_average(net, twin)
 
 
 @pytest.mark.parametrize("how", ["deleted", "in a cycle", "closed"])
+@on_ranks(2)
 def test_a_module_that_is_wrapped_again(how):
-    def main():
-        module, twin = Layers(5), Layers(5)
+    module, twin = Layers(5), Layers(5)
+    twin.load_state_dict(module.state_dict())
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        net = DistributedDataParallel(module, **options)
         twin.load_state_dict(module.state_dict())
-        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            net = DistributedDataParallel(module, **options)
-            twin.load_state_dict(module.state_dict())
-            for _ in range(2):
-                for model in (net, twin):
-                    model.zero_grad()
-                    model(one_input()).square().sum().backward()
-                average_used(twin)
-                assert_same(net, twin)
-            if how == "in a cycle":
-                gc.disable()  # else it may be collected at any time
-                net.itself = [net]
-            elif how == "closed":
-                net.reducer.close()
-                kept = net  # noqa: F841
-            del net
-        gc.enable()
-
-    run_ranks(main, 2)
+        for _ in range(2):
+            for model in (net, twin):
+                model.zero_grad()
+                model(one_input()).square().sum().backward()
+            assert_average(net, twin)
+        if how == "in a cycle":
+            gc.disable()  # else it may be collected at any time
+            net.itself = [net]
+        elif how == "closed":
+            net.reducer.close()
+            kept = net  # noqa: F841
+        del net
+    gc.enable()
 
 
 # -- random programs ------------------------------------------------------------------------
@@ -219,8 +207,7 @@ def random_step(rng, nets, twins, unused, pending):
     pending |= set(used) - touched - local
     for i, (net, twin) in enumerate(zip(nets, twins, strict=True)):
         if i not in local and i in used and i not in frozen:
-            average_used(twin)
-        assert_same(net, twin)
+            assert_average(net, twin)
 
 
 def random_programs(seed):
@@ -294,25 +281,23 @@ def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused, world
 @pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("find_unused", [True, False])
 @pytest.mark.narrow({"find_unused": True, "each_backend": "gloo"}, {"find_unused": False})
+@on_ranks(3)
 def test_a_ring_of_groups_with_a_wrapper_each(find_unused):
-    def main():
-        rank, world = dist.get_rank(), dist.get_world_size()
-        edges = [(0, 1), (1, 2), (0, 2)]
-        groups = [dist.new_group(list(edge)) for edge in edges]
-        torch.manual_seed(0)
-        modules = [Layers(5) for _ in edges]
-        nets = {
-            i: DistributedDataParallel(
-                modules[i], process_group=groups[i], find_unused_parameters=find_unused
-            )
-            for i in range(world)
-            if rank in edges[i]
-        }
-        # each rank begins with another wrapper: all wait in a circle if each waits in its order
-        first = {0: 0, 1: 1, 2: 2}[rank]
-        sum_of_forwards(nets, edges, sorted(nets, key=lambda i: i != first))
-
-    run_ranks(main, 3)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    edges = [(0, 1), (1, 2), (0, 2)]
+    groups = [dist.new_group(list(edge)) for edge in edges]
+    torch.manual_seed(0)
+    modules = [Layers(5) for _ in edges]
+    nets = {
+        i: DistributedDataParallel(
+            modules[i], process_group=groups[i], find_unused_parameters=find_unused
+        )
+        for i in range(world)
+        if rank in edges[i]
+    }
+    # each rank begins with another wrapper: all wait in a circle if each waits in its order
+    first = {0: 0, 1: 1, 2: 2}[rank]
+    sum_of_forwards(nets, edges, sorted(nets, key=lambda i: i != first))
 
 
 @pytest.mark.usefixtures("each_backend")

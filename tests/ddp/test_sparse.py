@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import HookError, PeerFailedError
@@ -84,52 +85,45 @@ def test_sparse_gradients_with_a_hook(each_backend, hook):
     run_ranks(main, 2)
 
 
+@on_ranks(2)
 def test_torch_s_hook_on_sparse_gradients_in_half_precision(each_backend):
     """Gloo adds no sparse float16 tensors: every rank raises, dense steps go on; shm adds them."""
-
-    def main():
-        net = DistributedDataParallel(Words())
-        net.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        words = torch.tensor([[dist.get_rank(), 3]])
-        if dist.get_backend() == "gloo":
-            with pytest.raises(HookError, match=r"bucket of words\.weight"):
-                net(words).sum().backward()
-        else:
-            check(net, words, rtol=1e-2)
-        net.register_comm_hook(None, hooks.fp16)
+    net = DistributedDataParallel(Words())
+    net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    words = torch.tensor([[dist.get_rank(), 3]])
+    if dist.get_backend() == "gloo":
+        with pytest.raises(HookError, match=r"bucket of words\.weight"):
+            net(words).sum().backward()
+    else:
         check(net, words, rtol=1e-2)
+    net.register_comm_hook(None, hooks.fp16)
+    check(net, words, rtol=1e-2)
 
-    run_ranks(main, 2)
 
-
+@on_ranks(2)
 def test_an_embedding_that_only_one_rank_uses(each_backend):
     class Sometimes(Words):
         def forward(self, words):
             return self.out(self.words(words) if len(words) else torch.ones(1, 3))
 
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
-        net(torch.tensor([[1]] if rank else [])).sum().backward()
-        assert net.module.words.weight.grad.coalesce().indices().tolist() == [[1]]
-        net.zero_grad()
-        net(torch.tensor([])).sum().backward()
-        assert net.module.words.weight.grad is None
-
-    run_ranks(main, 2)
+    rank = dist.get_rank()
+    net = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
+    net(torch.tensor([[1]] if rank else [])).sum().backward()
+    assert net.module.words.weight.grad.coalesce().indices().tolist() == [[1]]
+    net.zero_grad()
+    net(torch.tensor([])).sum().backward()
+    assert net.module.words.weight.grad is None
 
 
+@on_ranks(2)
 def test_an_embedding_weight_with_a_dense_use(each_backend):
     class Tied(Words):
         def forward(self, words):
             return self.words(words) @ self.words.weight.t() + self.out(self.words(words)).sum()
 
-    def main():
-        net = DistributedDataParallel(Tied())
-        rank = dist.get_rank()
-        check(net, torch.tensor([[rank, 3, rank]]))
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(Tied())
+    rank = dist.get_rank()
+    check(net, torch.tensor([[rank, 3, rank]]))
 
 
 def test_the_bucket_of_a_sparse_gradient_in_a_hook():
@@ -176,81 +170,71 @@ def reference(batches):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5}])
+@on_ranks(4)
 def test_drawn_numbers_of_entries(each_backend, options):
     """Small integers, so that sums are exact; a rank's entries grow, shrink and are absent."""
-
-    def main():
-        net = DistributedDataParallel(Large(), **options)
-        unused = "find_unused_parameters" in options
-        for step in range(12):
-            generators = [torch.Generator().manual_seed(100 * step + r) for r in range(4)]
-            batches = [[drawn_words(g), drawn_words(g)] for g in generators]
-            if not unused:  # each parameter gets a gradient
-                batches = [[torch.cat([w, torch.tensor([3])]) for w in b] for b in batches]
-            net.zero_grad()
-            net(*batches[dist.get_rank()]).backward()
-            for p, want in zip(net.module.parameters(), reference(batches), strict=True):
-                got = p.grad
-                assert (got is None) == (want is None)
-                if got is not None and got.layout == torch.sparse_coo:
-                    assert got.is_coalesced()
-                    got = got.to_dense()
-                assert got is None or torch.equal(got, want)
-
-    run_ranks(main, 4)
+    net = DistributedDataParallel(Large(), **options)
+    unused = "find_unused_parameters" in options
+    for step in range(12):
+        generators = [torch.Generator().manual_seed(100 * step + r) for r in range(4)]
+        batches = [[drawn_words(g), drawn_words(g)] for g in generators]
+        if not unused:  # each parameter gets a gradient
+            batches = [[torch.cat([w, torch.tensor([3])]) for w in b] for b in batches]
+        net.zero_grad()
+        net(*batches[dist.get_rank()]).backward()
+        for p, want in zip(net.module.parameters(), reference(batches), strict=True):
+            got = p.grad
+            assert (got is None) == (want is None)
+            if got is not None and got.layout == torch.sparse_coo:
+                assert got.is_coalesced()
+                got = got.to_dense()
+            assert got is None or torch.equal(got, want)
 
 
+@on_ranks(2)
 def test_a_step_gathers_sparse_gradients_once(each_backend):
-    def main():
-        net = DistributedDataParallel(Large())
-        numbers = []
-        for most in (1000, 1000, 1100, 1100, 5, 1000):
-            numbers.append(dist.group.WORLD._get_sequence_number_for_group())
-            words = torch.arange(most if dist.get_rank() else 10)
-            net.zero_grad()
-            net(words, words).backward()
+    net = DistributedDataParallel(Large())
+    numbers = []
+    for most in (1000, 1000, 1100, 1100, 5, 1000):
         numbers.append(dist.group.WORLD._get_sequence_number_for_group())
-        sent = [b - a for a, b in itertools.pairwise(numbers)]
-        assert sent[2:5] == [3, 3, 3], sent  # two gathers and an all_reduce
-        assert sent[5] == 5, sent  # more entries than there was room for
+        words = torch.arange(most if dist.get_rank() else 10)
+        net.zero_grad()
+        net(words, words).backward()
+    numbers.append(dist.group.WORLD._get_sequence_number_for_group())
+    sent = [b - a for a, b in itertools.pairwise(numbers)]
+    assert sent[2:5] == [3, 3, 3], sent  # two gathers and an all_reduce
+    assert sent[5] == 5, sent  # more entries than there was room for
 
-    run_ranks(main, 2)
 
-
+@on_ranks(2)
 def test_sparse_gradients_after_an_error(each_backend):
     """All ranks agree again on the sizes of messages."""
+    rank = dist.get_rank()
+    net = DistributedDataParallel(Large())
+    many = torch.arange(1000)
+    for _ in range(3):
+        net(many, many).backward()
+    loss = net(many, many)
+    if rank:
+        loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError if rank else PeerFailedError):
+        loss.backward()
+    for most in (1400, 3, 1400):
+        net.zero_grad()
+        words = torch.arange(most)
+        net(words, words).backward()
+        assert net.module.first.weight.grad._nnz() == most
 
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(Large())
-        many = torch.arange(1000)
-        for _ in range(3):
-            net(many, many).backward()
-        loss = net(many, many)
-        if rank:
-            loss.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError if rank else PeerFailedError):
-            loss.backward()
-        for most in (1400, 3, 1400):
+
+@on_ranks(2)
+def test_sparse_gradients_in_join(each_backend):
+    net = DistributedDataParallel(Large())
+    with net.join():
+        for most in (10, 600, 1400)[: 3 if dist.get_rank() else 1]:
             net.zero_grad()
             words = torch.arange(most)
             net(words, words).backward()
             assert net.module.first.weight.grad._nnz() == most
-
-    run_ranks(main, 2)
-
-
-def test_sparse_gradients_in_join(each_backend):
-    def main():
-        net = DistributedDataParallel(Large())
-        with net.join():
-            for most in (10, 600, 1400)[: 3 if dist.get_rank() else 1]:
-                net.zero_grad()
-                words = torch.arange(most)
-                net(words, words).backward()
-                assert net.module.first.weight.grad._nnz() == most
-
-    run_ranks(main, 2)
 
 
 DTYPES = [torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex128, torch.bool]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -73,81 +74,73 @@ def test_values_and_gradients_are_those_of_the_whole_batch(samples, dims, option
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2)
 def test_low_precision_keeps_its_statistics_in_float32(dtype):
-    def main():
-        layer, twin = SyncBatchNorm(3), nn.BatchNorm1d(3)
-        whole, _ = whole_batch(8, 2, dtype)
-        out = layer(whole.chunk(2)[dist.get_rank()])
-        assert out.dtype == dtype
-        torch.testing.assert_close(out, twin(whole.float()).to(dtype).chunk(2)[dist.get_rank()])
-        torch.testing.assert_close(layer.running_var, twin.running_var)
-
-    run_ranks(main, 2)
+    layer, twin = SyncBatchNorm(3), nn.BatchNorm1d(3)
+    whole, _ = whole_batch(8, 2, dtype)
+    out = layer(whole.chunk(2)[dist.get_rank()])
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, twin(whole.float()).to(dtype).chunk(2)[dist.get_rank()])
+    torch.testing.assert_close(layer.running_var, twin.running_var)
 
 
+@on_ranks(2)
 def test_second_derivatives():
-    def main():
-        rank = dist.get_rank()
-        layer, twin = SyncBatchNorm(3).double(), nn.BatchNorm1d(3).double()
-        whole, cotangent = whole_batch(4, 2, torch.float64)
-        whole.requires_grad_()
-        own = whole.detach().chunk(2)[rank].clone().requires_grad_()
-        seconds = []
-        for module, x, v in ((layer, own, cotangent.chunk(2)[rank]), (twin, whole, cotangent)):
-            (first,) = torch.autograd.grad((module(x) * v).sum(), x, create_graph=True)
-            seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
-        torch.testing.assert_close(seconds[0], seconds[1].chunk(2)[rank])
-
-    run_ranks(main, 2)
+    rank = dist.get_rank()
+    layer, twin = SyncBatchNorm(3).double(), nn.BatchNorm1d(3).double()
+    whole, cotangent = whole_batch(4, 2, torch.float64)
+    whole.requires_grad_()
+    own = whole.detach().chunk(2)[rank].clone().requires_grad_()
+    seconds = []
+    for module, x, v in ((layer, own, cotangent.chunk(2)[rank]), (twin, whole, cotangent)):
+        (first,) = torch.autograd.grad((module(x) * v).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(seconds[0], seconds[1].chunk(2)[rank])
 
 
 @pytest.mark.narrow({"each_backend": "shm"})
+@on_ranks(3)
 def test_a_group_of_some_ranks_and_copies():
-    def main():
-        groups = [dist.new_group([0]), dist.new_group([1, 2])]
-        group = groups[dist.get_rank() > 0]
-        layer = SyncBatchNorm(3, process_group=group).double()
-        whole, _ = whole_batch(6, 3, torch.float64)
-        twin = nn.BatchNorm1d(3).double()
-        expected = twin(whole[:2] if dist.get_rank() == 0 else whole[2:])
-        own = whole.chunk(3)[dist.get_rank()]
-        for module in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
-            assert module.process_group is group
-            place = max(dist.get_rank() - 1, 0)
-            torch.testing.assert_close(module(own), expected.split(2)[place])
-        with pytest.raises(ArgumentError, match="does not contain this rank"):
-            SyncBatchNorm(3, process_group=dist.GroupMember.NON_GROUP_MEMBER)
-
-    run_ranks(main, 3)
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[dist.get_rank() > 0]
+    layer = SyncBatchNorm(3, process_group=group).double()
+    whole, _ = whole_batch(6, 3, torch.float64)
+    twin = nn.BatchNorm1d(3).double()
+    expected = twin(whole[:2] if dist.get_rank() == 0 else whole[2:])
+    own = whole.chunk(3)[dist.get_rank()]
+    for module in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
+        assert module.process_group is group
+        place = max(dist.get_rank() - 1, 0)
+        torch.testing.assert_close(module(own), expected.split(2)[place])
+    with pytest.raises(ArgumentError, match="does not contain this rank"):
+        SyncBatchNorm(3, process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
+@on_ranks(2)
 def test_conversion_trains_as_one_process():
-    def main():
-        torch.manual_seed(0)
-        shared = nn.BatchNorm1d(4)
-        twin = nn.Sequential(nn.Linear(3, 4), shared, nn.Tanh(), nn.Linear(4, 4), shared)
-        net = copy.deepcopy(twin)
-        weight = net[1].weight
-        converted = SyncBatchNorm.convert_sync_batchnorm(net)
-        assert converted is net
-        assert type(net[1]) is SyncBatchNorm
-        assert net[1] is net[4]
-        assert net[1].weight is weight
-        wrapped = DistributedDataParallel(net)
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (wrapped, twin)]
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            whole = torch.randn(6, 3, generator=generator)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            wrapped(whole.chunk(2)[dist.get_rank()]).cos().mean().backward()
-            twin(whole).cos().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(value, twin.state_dict()[name])
-
-    run_ranks(main, 2)
+    torch.manual_seed(0)
+    shared = nn.BatchNorm1d(4)
+    twin = nn.Sequential(nn.Linear(3, 4), shared, nn.Tanh(), nn.Linear(4, 4), shared)
+    net = copy.deepcopy(twin)
+    weight = net[1].weight
+    converted = SyncBatchNorm.convert_sync_batchnorm(net)
+    assert converted is net
+    assert type(net[1]) is SyncBatchNorm
+    assert net[1] is net[4]
+    assert net[1].weight is weight
+    wrapped = DistributedDataParallel(net)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (wrapped, twin)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        whole = torch.randn(6, 3, generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wrapped(whole.chunk(2)[dist.get_rank()]).cos().mean().backward()
+        twin(whole).cos().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
 
 
 @pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
@@ -171,25 +164,20 @@ def test_conversion_of_other_layers_and_wrong_arguments(each_backend):
         layer(torch.ones(4, 2))
 
 
+@on_ranks(2)
 def test_too_few_values():
-    def main():
-        own = torch.ones(1 - dist.get_rank(), 3)
-        with pytest.raises(ArgumentError, match="1 values for each channel"):
-            SyncBatchNorm(3)(own)
-
-    run_ranks(main, 2)
+    own = torch.ones(1 - dist.get_rank(), 3)
+    with pytest.raises(ArgumentError, match="1 values for each channel"):
+        SyncBatchNorm(3)(own)
 
 
+@on_ranks(2, timeout=30)
 def test_a_hook_of_several_collectives_on_the_same_group():
     """Its later collectives are sent from callbacks, in the same order on all ranks."""
-
-    def main():
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(6, 6), SyncBatchNorm(6)) for _ in range(4)]
-        net = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-4)
-        net.register_comm_hook(None, hooks.BlockQuantization(8))
-        for _ in range(20):
-            x = torch.randn(4, 6) + dist.get_rank()
-            (net(x) + net(x + 1)).square().mean().backward()
-
-    run_ranks(main, 2, timeout=30)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), SyncBatchNorm(6)) for _ in range(4)]
+    net = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-4)
+    net.register_comm_hook(None, hooks.BlockQuantization(8))
+    for _ in range(20):
+        x = torch.randn(4, 6) + dist.get_rank()
+        (net(x) + net(x + 1)).square().mean().backward()

@@ -10,9 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import NotSupportedError
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 OPTIONS = [
@@ -91,26 +91,20 @@ def train(kind, size, options):
 
 
 @pytest.mark.parametrize("kind", ["named", "wrapper"])
+@on_ranks(2)
 def test_subclasses_train_as_plain_parameters(kind):
-    def main():
-        for size in (4, 5_000, 700_000):  # each travels in its own way
-            for options in OPTIONS[: None if size < 10_000 else 1]:
-                torch.testing.assert_close(
-                    train(kind, size, options), train("plain", size, options)
-                )
-
-    run_ranks(main, 2)
+    for size in (4, 5_000, 700_000):  # each travels in its own way
+        for options in OPTIONS[: None if size < 10_000 else 1]:
+            torch.testing.assert_close(train(kind, size, options), train("plain", size, options))
 
 
+@on_ranks(2)
 def test_a_subclass_of_several_tensors_is_refused_by_name():
-    def main():
-        net = nn.Linear(2, 2)
-        net.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
-        with pytest.raises(NotSupportedError, match=r"parameter weight is a TwoTensor that holds"):
-            DistributedDataParallel(net)
-        net.weight.requires_grad_(False)
-        net.weight.a.fill_(dist.get_rank())
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(NotSupportedError, match=r"parameter weight is a TwoTensor that holds"):
         DistributedDataParallel(net)
-        assert not net.weight.a.any()
-
-    run_ranks(main, 2)
+    net.weight.requires_grad_(False)
+    net.weight.a.fill_(dist.get_rank())
+    DistributedDataParallel(net)
+    assert not net.weight.a.any()

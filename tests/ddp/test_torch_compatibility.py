@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
+from ddp.common import on_ranks
 from gradwire.compat.ddp import DistributedDataParallel as CompatDDP
 from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
@@ -41,33 +42,29 @@ def own_batch(step: int = 0) -> Tensor:
     return torch.randn(4, 3)
 
 
+@on_ranks(2, backend="gloo")
 def test_isinstance_of_torchs_class_without_inheritance() -> None:
-    def main() -> None:
-        for cls in (DistributedDataParallel, CompatDDP):
-            net = cls(linear())
-            assert isinstance(net, TorchsDDP)
-            assert issubclass(cls, TorchsDDP)
-            assert TorchsDDP not in cls.__mro__
-            for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-                assert type(again) is cls
-                assert isinstance(again, TorchsDDP)
-        assert not isinstance(linear(), TorchsDDP)
-        if dist.get_backend() == "gloo":
-            assert not isinstance(TorchsDDP(linear()), DistributedDataParallel)
-
-    run_ranks(main, 2, backend="gloo")
+    for cls in (DistributedDataParallel, CompatDDP):
+        net = cls(linear())
+        assert isinstance(net, TorchsDDP)
+        assert issubclass(cls, TorchsDDP)
+        assert TorchsDDP not in cls.__mro__
+        for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert type(again) is cls
+            assert isinstance(again, TorchsDDP)
+    assert not isinstance(linear(), TorchsDDP)
+    if dist.get_backend() == "gloo":
+        assert not isinstance(TorchsDDP(linear()), DistributedDataParallel)
 
 
+@on_ranks(2)
 def test_checkpoints_have_the_modules_keys() -> None:
-    def main() -> None:
-        net = DistributedDataParallel(linear())
-        saved = get_model_state_dict(net)
-        assert sorted(saved) == ["bias", "weight"]
-        other = DistributedDataParallel(nn.Linear(3, 2))
-        set_model_state_dict(other, saved)
-        assert torch.equal(other.module.weight, net.module.weight)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(linear())
+    saved = get_model_state_dict(net)
+    assert sorted(saved) == ["bias", "weight"]
+    other = DistributedDataParallel(nn.Linear(3, 2))
+    set_model_state_dict(other, saved)
+    assert torch.equal(other.module.weight, net.module.weight)
 
 
 def test_accelerate_unwraps_the_module() -> None:
@@ -117,14 +114,12 @@ def pipeline(net: Any) -> None:
 
 @pytest.mark.parametrize("train", [sync_in_backward, pipeline])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
+@on_ranks(2, backend="gloo")
 def test_prepare_for_backward(train: Any, find_unused_parameters: bool) -> None:
-    def main() -> None:
-        expected = gradients(TorchsDDP, train)  # it takes no empty list where some may be unused
-        options = {"find_unused_parameters": find_unused_parameters}
-        for cls in (DistributedDataParallel, CompatDDP):
-            torch.testing.assert_close(gradients(cls, train, **options), expected)
-
-    run_ranks(main, 2, backend="gloo")
+    expected = gradients(TorchsDDP, train)  # it takes no empty list where some may be unused
+    options = {"find_unused_parameters": find_unused_parameters}
+    for cls in (DistributedDataParallel, CompatDDP):
+        torch.testing.assert_close(gradients(cls, train, **options), expected)
 
 
 class Manual(nn.Module):
@@ -152,6 +147,7 @@ class Manual(nn.Module):
         return {"loss": loss.detach(), "again": self.critic(x)}
 
 
+@on_ranks(2, backend="gloo")
 def test_backwards_inside_a_forward() -> None:
     def trained(cls: type) -> list[list[float]]:
         module = Manual()
@@ -164,68 +160,60 @@ def test_backwards_inside_a_forward() -> None:
             net(own_batch(step))
         return [p.flatten().tolist() for p in module.parameters()]
 
-    def main() -> None:
-        expected = trained(TorchsDDP)
-        for cls in (DistributedDataParallel, CompatDDP):
-            torch.testing.assert_close(trained(cls), expected)
-
-    run_ranks(main, 2, backend="gloo")
+    expected = trained(TorchsDDP)
+    for cls in (DistributedDataParallel, CompatDDP):
+        torch.testing.assert_close(trained(cls), expected)
 
 
+@on_ranks(2)
 def test_has_rebuilt_buckets() -> None:
-    def main() -> None:
-        net = DistributedDataParallel(linear())
-        rebuilt = []
-        for step in range(2):
-            net(own_batch(step)).sum().backward()
-            rebuilt.append(net._has_rebuilt_buckets)
-        assert rebuilt == [False, True]
-        assert net.reducer._rebuild_buckets() is False
-        net.reducer._delay_all_reduce()
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(linear())
+    rebuilt = []
+    for step in range(2):
+        net(own_batch(step)).sum().backward()
+        rebuilt.append(net._has_rebuilt_buckets)
+    assert rebuilt == [False, True]
+    assert net.reducer._rebuild_buckets() is False
+    net.reducer._delay_all_reduce()
 
 
 # -- torch.compile ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [DistributedDataParallel, CompatDDP])
+@on_ranks(1, timeout=100)
 def test_compiled_graphs_are_split_at_buckets(cls: type) -> None:
-    def main() -> None:
-        graphs = []
+    graphs = []
 
-        def backend(graph: Any, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
-        net = cls(MLP(), bucket_cap_mb=1)
-        call = torch.compile(net, backend=backend)
-        call(torch.ones(2, 512)).sum().backward()
-        assert len(graphs) > 1
-        assert TorchsDDP._active_ddp_module is None
-        with pytest.raises(RuntimeError, match="shape"):
-            net(torch.ones(2, 3))
-        assert TorchsDDP._active_ddp_module is None
-
-    run_ranks(main, 1, timeout=100)
+    net = cls(MLP(), bucket_cap_mb=1)
+    call = torch.compile(net, backend=backend)
+    call(torch.ones(2, 512)).sum().backward()
+    assert len(graphs) > 1
+    assert TorchsDDP._active_ddp_module is None
+    with pytest.raises(RuntimeError, match="shape"):
+        net(torch.ones(2, 3))
+    assert TorchsDDP._active_ddp_module is None
 
 
+@on_ranks(1, timeout=100)
 def test_torch_containers_are_compiled() -> None:
-    def main() -> None:
-        graphs = []
+    graphs = []
 
-        def backend(graph: Any, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
-        net = DistributedDataParallel(nn.Sequential(linear()))
-        torch.compile(net, backend=backend)(own_batch()).sum().backward()
-        assert len(graphs) == 1
-
-    run_ranks(main, 1, timeout=100)
+    net = DistributedDataParallel(nn.Sequential(linear()))
+    torch.compile(net, backend=backend)(own_batch()).sum().backward()
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@on_ranks(2, timeout=100)
 def test_a_whole_step_is_compiled(options: dict[str, Any]) -> None:
     """What autograd calls is not: it would be traced where backward was called."""
 
@@ -247,7 +235,4 @@ def test_a_whole_step_is_compiled(options: dict[str, Any]) -> None:
         run = torch.compile(step, backend="eager") if compiled else step
         return [run(own_batch()).item() for _ in range(3)]
 
-    def main() -> None:
-        assert train(compiled=True) == pytest.approx(train(compiled=False), rel=1e-6)
-
-    run_ranks(main, 2, timeout=100)
+    assert train(compiled=True) == pytest.approx(train(compiled=False), rel=1e-6)

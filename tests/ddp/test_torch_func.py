@@ -25,6 +25,7 @@ from torch.func import (
 )
 from torch.utils import _pytree as pytree
 
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
 from gradwire.testing import run_ranks
@@ -78,18 +79,6 @@ def grad_of_parameters(net, x):
     return grad(loss, argnums=1)(net, detached(net), x)
 
 
-def grad_of_own_parameters(net, x):
-    return grad(loss, argnums=1)(net, own(net), x)
-
-
-def grad_and_value_of_parameters(net, x):
-    return grad_and_value(loss, argnums=1)(net, detached(net), x)
-
-
-def grad_with_aux(net, x):
-    return grad(lambda v: (net(v).sum(), net(v)), has_aux=True)(x)
-
-
 def grad_of_input(net, x):
     return grad(of_input(net))(x)
 
@@ -109,10 +98,6 @@ def grad_under_autocast(net, x):
         return grad(of_input(net))(x)
 
 
-def grad_twice(net, x):
-    return grad(lambda v: grad(of_input(net))(v).square().sum())(x)
-
-
 def vjp_of_input(net, x):
     out, back = vjp(net, x)
     return out, back(tangents(out))
@@ -123,25 +108,9 @@ def vjp_of_parameters(net, x):
     return out, back(tangents(out))
 
 
-def jvp_of_input(net, x):
-    return jvp(net, (x,), (tangents(x),))
-
-
 def jvp_of_parameters(net, x):
     p = detached(net)
     return jvp(lambda p: functional_call(net, p, (x,)), (p,), (tangents(p),))
-
-
-def vmapped(net, x):
-    return vmap(net)(x)
-
-
-def vmapped_in_chunks(net, x):
-    return vmap(net, chunk_size=2)(x)
-
-
-def gradients_of_samples(net, x):
-    return vmap(grad(loss, argnums=1), in_dims=(None, None, 0))(net, detached(net), x)
 
 
 def ensemble(net, x):
@@ -149,45 +118,9 @@ def ensemble(net, x):
     return vmap(lambda p: functional_call(net, p, (x,)))(many)
 
 
-def jacrev_of_input(net, x):
-    return jacrev(net)(x)
-
-
-def jacrev_of_parameters(net, x):
-    return jacrev(lambda p: functional_call(net, p, (x,)))(detached(net))
-
-
-def jacfwd_of_input(net, x):
-    return jacfwd(net)(x)
-
-
-def jacobians_of_samples(net, x):
-    return vmap(jacrev(net))(x)
-
-
-def hessian_of_input(net, x):
-    return hessian(of_input(net))(x[0])
-
-
-def hessian_of_parameters(net, x):
-    return hessian(loss, argnums=1)(net, detached(net), x)
-
-
-def hvp_forward_over_reverse(net, x):
-    return jvp(grad(of_input(net)), (x,), (tangents(x),))
-
-
-def hvp_reverse_over_reverse(net, x):
-    return grad(lambda v: (grad(of_input(net))(v) * tangents(x)).sum())(x)
-
-
 def hvp_of_parameters(net, x):
     p = detached(net)
     return jvp(lambda p: grad(loss, argnums=1)(net, p, x), (p,), (tangents(p),))
-
-
-def functionalized(net, x):
-    return functionalize(net)(x)
 
 
 def called_with_parameters(net, x):
@@ -212,14 +145,6 @@ def dual_numbers(net, x):
         return forward_ad.unpack_dual(out)
 
 
-def autograds_jacobian(net, x):
-    return by_autograd.jacobian(net, x), by_autograd.jacobian(net, x, vectorize=True)
-
-
-def autograds_hessian(net, x):
-    return by_autograd.hessian(of_input(net), x), by_autograd.hvp(of_input(net), x, tangents(x))
-
-
 def batched_cotangents(net, x):
     out = net(x.requires_grad_())
     many = torch.eye(out.numel()).view(-1, *out.shape)
@@ -234,22 +159,6 @@ def batched_cotangents_of_parameters(net, x):
 
 def penalty(net, x):
     grad(of_input(net))(x).square().sum().backward()
-
-
-def penalty_of_samples(net, x):
-    vmap(grad(of_input(net)))(x).square().sum().backward()
-
-
-def penalty_and_loss(net, x):
-    (net(x).square().sum() + grad(of_input(net))(x).square().sum()).backward()
-
-
-def laplacian(net, x):
-    vmap(lambda v: hessian(of_input(net))(v).trace())(x).square().sum().backward()
-
-
-def forward_penalty(net, x):
-    jvp(net, (x,), (tangents(x),))[1].square().sum().backward()
 
 
 def step_in_the_loop(net, x):
@@ -268,13 +177,57 @@ def local_penalty(net, x):
     net(x).sum().backward()
 
 
-PROGRAMS = [
-    f
-    for f in list(globals().values())
-    if getattr(f, "__module__", "") == __name__
-    and getattr(f, "__code__", None) is not None
-    and f.__code__.co_varnames[: f.__code__.co_argcount] == ("net", "x")
-]
+# the programs: every function of a network and an input, and these
+PROGRAMS = {
+    "grad_of_own_parameters": lambda net, x: grad(loss, argnums=1)(net, own(net), x),
+    "grad_and_value_of_parameters": lambda net, x: grad_and_value(loss, argnums=1)(
+        net, detached(net), x
+    ),
+    "grad_with_aux": lambda net, x: grad(lambda v: (net(v).sum(), net(v)), has_aux=True)(x),
+    "grad_twice": lambda net, x: grad(lambda v: grad(of_input(net))(v).square().sum())(x),
+    "jvp_of_input": lambda net, x: jvp(net, (x,), (tangents(x),)),
+    "vmapped": lambda net, x: vmap(net)(x),
+    "vmapped_in_chunks": lambda net, x: vmap(net, chunk_size=2)(x),
+    "gradients_of_samples": lambda net, x: vmap(grad(loss, argnums=1), in_dims=(None, None, 0))(
+        net, detached(net), x
+    ),
+    "jacrev_of_input": lambda net, x: jacrev(net)(x),
+    "jacrev_of_parameters": lambda net, x: jacrev(lambda p: functional_call(net, p, (x,)))(
+        detached(net)
+    ),
+    "jacfwd_of_input": lambda net, x: jacfwd(net)(x),
+    "jacobians_of_samples": lambda net, x: vmap(jacrev(net))(x),
+    "hessian_of_input": lambda net, x: hessian(of_input(net))(x[0]),
+    "hessian_of_parameters": lambda net, x: hessian(loss, argnums=1)(net, detached(net), x),
+    "hvp_forward_over_reverse": lambda net, x: jvp(grad(of_input(net)), (x,), (tangents(x),)),
+    "hvp_reverse_over_reverse": lambda net, x: grad(
+        lambda v: (grad(of_input(net))(v) * tangents(x)).sum()
+    )(x),
+    "functionalized": lambda net, x: functionalize(net)(x),
+    "autograds_jacobian": lambda net, x: (
+        by_autograd.jacobian(net, x),
+        by_autograd.jacobian(net, x, vectorize=True),
+    ),
+    "autograds_hessian": lambda net, x: (
+        by_autograd.hessian(of_input(net), x),
+        by_autograd.hvp(of_input(net), x, tangents(x)),
+    ),
+    "penalty_of_samples": lambda net, x: vmap(grad(of_input(net)))(x).square().sum().backward(),
+    "penalty_and_loss": lambda net, x: (
+        net(x).square().sum() + grad(of_input(net))(x).square().sum()
+    ).backward(),
+    "laplacian": lambda net, x: (
+        vmap(lambda v: hessian(of_input(net))(v).trace())(x).square().sum().backward()
+    ),
+    "forward_penalty": lambda net, x: jvp(net, (x,), (tangents(x),))[1].square().sum().backward(),
+    **{
+        name: f
+        for name, f in list(globals().items())
+        if getattr(f, "__module__", "") == __name__
+        and getattr(f, "__code__", None) is not None
+        and f.__code__.co_varnames[: f.__code__.co_argcount] == ("net", "x")
+    },
+}
 
 
 def inputs(step=0):
@@ -314,18 +267,18 @@ def check_program(program, *, buffers, steps, **options):
         got, expected = leaves(program(net, inputs())), leaves(program(twin, inputs()))
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-        check_gradients(net, twin, program.__name__)
+        check_gradients(net, twin, "of the program")
     for number in range(3):
         step(net, twin, number)
 
 
 def failures(steps, buffers, options):
     failed = {}
-    for program in PROGRAMS:
+    for name, program in PROGRAMS.items():
         try:
             check_program(program, buffers=buffers, steps=steps, **options)
         except Exception as error:
-            failed[program.__name__] = f"{type(error).__name__}: {error}"[:200]
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
     return failed
 
 
@@ -344,63 +297,56 @@ def test_programs_give_what_they_give_without_the_wrapper(steps, buffers, option
         assert not failed
 
 
+@on_ranks(2)
 def test_functional_call_when_other_modules_were_made():
-    def main():
-        net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
-        nn.Linear(2, 2)
-        torch.testing.assert_close(
-            called_with_parameters(net, inputs()), called_with_parameters(twin, inputs())
-        )
-        step(net, twin, 0)
-        net.module.last.bias = nn.Parameter(torch.ones(2))
-        called_with_parameters(net, inputs())  # does not hide what was replaced
-        with pytest.raises(ArgumentError, match=r"\['last.bias'\] were added or replaced"):
-            net(inputs())
-
-    run_ranks(main, 2)
+    net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
+    nn.Linear(2, 2)
+    torch.testing.assert_close(
+        called_with_parameters(net, inputs()), called_with_parameters(twin, inputs())
+    )
+    step(net, twin, 0)
+    net.module.last.bias = nn.Parameter(torch.ones(2))
+    called_with_parameters(net, inputs())  # does not hide what was replaced
+    with pytest.raises(ArgumentError, match=r"\['last.bias'\] were added or replaced"):
+        net(inputs())
 
 
+@on_ranks(2)
 def test_a_transform_on_one_rank_alone():
-    def main():
-        net, twin = DistributedDataParallel(Net(buffers=True)), Net(buffers=True)
-        for number in range(3):
-            if dist.get_rank() == 1:
-                grad_of_parameters(net, inputs())
-            step(net, twin, number)
-
-    run_ranks(main, 2)
+    net, twin = DistributedDataParallel(Net(buffers=True)), Net(buffers=True)
+    for number in range(3):
+        if dist.get_rank() == 1:
+            grad_of_parameters(net, inputs())
+        step(net, twin, number)
 
 
+@on_ranks(2)
 def test_a_local_backward_of_what_a_transform_returned():
     """After a transform on one rank, after a batch that was left out, and after weights."""
-
-    def main():
-        net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
-        step(net, twin, 0)
-        if dist.get_rank() == 1:
-            grad_of_input(net, inputs())
-        net.zero_grad()
-        twin.zero_grad()
-        local_penalty(net, inputs())
-        local_penalty(twin, inputs())
-        check_gradients(net, twin, "after a transform on one rank")
-        net(inputs())
-        assert net.skip_if_any(True)
-        net.zero_grad()
-        net.weight(2)
-        with net.no_sync():
-            penalty(net, inputs())
-        net.weight(2)
-        net(inputs()).sum().backward()
-        twin.zero_grad()
-        local_penalty(twin, inputs())
-        for p in twin.parameters():
-            p.grad /= 2
-        check_gradients(net, twin, "after a batch that was left out")
-        net.zero_grad()
-        twin.zero_grad()
-        for model in (net, twin):
-            penalty(model, inputs())
-        check_gradients(net, twin, "without a weight, after one with weights")
-
-    run_ranks(main, 2)
+    net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
+    step(net, twin, 0)
+    if dist.get_rank() == 1:
+        grad_of_input(net, inputs())
+    net.zero_grad()
+    twin.zero_grad()
+    local_penalty(net, inputs())
+    local_penalty(twin, inputs())
+    check_gradients(net, twin, "after a transform on one rank")
+    net(inputs())
+    assert net.skip_if_any(True)
+    net.zero_grad()
+    net.weight(2)
+    with net.no_sync():
+        penalty(net, inputs())
+    net.weight(2)
+    net(inputs()).sum().backward()
+    twin.zero_grad()
+    local_penalty(twin, inputs())
+    for p in twin.parameters():
+        p.grad /= 2
+    check_gradients(net, twin, "after a batch that was left out")
+    net.zero_grad()
+    twin.zero_grad()
+    for model in (net, twin):
+        penalty(model, inputs())
+    check_gradients(net, twin, "without a weight, after one with weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp.common import assert_same, average_used
+from ddp.common import assert_average, on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, ReductionError
 from gradwire.testing import run_ranks
@@ -33,27 +34,21 @@ class Branches(nn.Module):
         return sum(self.branches[i](x) for i in take)
 
 
+def batch(rank, step=0):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("options", [{}, SMALL])
 @pytest.mark.parametrize("width", [4, 1100])
-def test_control_flow_that_depends_on_rank_and_step(options, view, width):
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(
-            Branches(width), find_unused_parameters=True, gradient_as_bucket_view=view, **options
-        )
-        twin = copy.deepcopy(net.module)
-        torch.manual_seed(rank)
-        for take in ([[0], [0]], [[0, 1], [1]], [[2], [0, 1, 2]], [[0], [2]], [[1], [1]]):
-            for model in (net, twin):
-                model.zero_grad()
-            x = torch.randn(3, 4)
-            for model in (net, twin):
-                model(x, take[rank]).square().mean().backward()
-            average_used(twin)
-            assert_same(net, twin)
+def test_control_flow_that_depends_on_rank_and_step(options, view, width, same_as_one_process):
+    takes = [[[0], [0]], [[0, 1], [1]], [[2], [0, 1, 2]], [[0], [2]], [[1], [1]]]
 
-    run_ranks(main, 2)
+    def program(net, rank, step):
+        net(batch(rank, step), takes[step][rank]).square().mean().backward()
+
+    options = {**options, "find_unused_parameters": True, "gradient_as_bucket_view": view}
+    same_as_one_process(program, options=options, model=partial(Branches, width), steps=5)
 
 
 def test_parameters_unused_on_all_ranks_keep_their_gradient():
@@ -98,37 +93,30 @@ def test_unused_parameters_are_logged_by_name():
     ]
 
 
-def test_use_within_no_sync_counts():
+def test_use_within_no_sync_counts(same_as_one_process):
     """What only an accumulating step used takes part in the step that reduces."""
 
-    def main():
-        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
-        twin = copy.deepcopy(net.module)
-        x = torch.full((1, 4), dist.get_rank() + 1.0)
+    def program(net, rank, step):
+        x = batch(rank, step)
         with net.no_sync():
-            net(x, [0, 1] if dist.get_rank() else [0]).sum().backward()
+            net(x, [0, 1] if rank else [0]).sum().backward()
         net(x, [0]).sum().backward()
-        twin(x, [0, 1] if dist.get_rank() else [0]).sum().backward()
-        twin(x, [0]).sum().backward()
-        average_used(twin)
-        assert_same(net, twin)
 
-    run_ranks(main, 2)
+    same_as_one_process(program, options={"find_unused_parameters": True}, model=Branches)
 
 
+@on_ranks(2)
 def test_use_within_no_sync_that_was_cleared_does_not_count():
-    def main():
-        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
-        x = torch.ones(2, 4)
-        with net.no_sync():
-            net(x, [0, 1]).sum().backward()
-        net.zero_grad()
-        net(x, [0]).sum().backward()
-        return [branch.weight.grad is None for branch in net.module.branches]
-
-    assert run_ranks(main, 2) == [[False, True, True]] * 2
+    net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    x = torch.ones(2, 4)
+    with net.no_sync():
+        net(x, [0, 1]).sum().backward()
+    net.zero_grad()
+    net(x, [0]).sum().backward()
+    assert [branch.weight.grad is None for branch in net.module.branches] == [False, True, True]
 
 
+@on_ranks(2)
 def test_outputs_that_the_loss_leaves_out():
     class Heads(nn.Module):
         def __init__(self):
@@ -138,20 +126,17 @@ def test_outputs_that_the_loss_leaves_out():
         def forward(self, x):
             return {"a": self.a(x), "b": [self.b(x)]}
 
-    def main():
-        net = DistributedDataParallel(Heads(), find_unused_parameters=True)
-        for _ in range(3):
-            net.zero_grad()
-            out = net(torch.full((1, 4), dist.get_rank() + 1.0))
-            out["a"].sum().backward()
-            assert net.module.b.weight.grad is None
-            assert net.module.a.weight.grad.unique().tolist() == [1.5]
-            out["b"][0].sum().backward()  # the other one, later
-            assert net.module.b.weight.grad.unique().tolist() == [1.5]
-            assert net.module.a.weight.grad.unique().tolist() == [1.5]
-        assert net.logging_data().unused == ("a.weight", "a.bias")
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    for _ in range(3):
+        net.zero_grad()
+        out = net(torch.full((1, 4), dist.get_rank() + 1.0))
+        out["a"].sum().backward()
+        assert net.module.b.weight.grad is None
+        assert net.module.a.weight.grad.unique().tolist() == [1.5]
+        out["b"][0].sum().backward()  # the other one, later
+        assert net.module.b.weight.grad.unique().tolist() == [1.5]
+        assert net.module.a.weight.grad.unique().tolist() == [1.5]
+    assert net.logging_data().unused == ("a.weight", "a.bias")
 
 
 def test_gradients_of_inputs_alone_send_nothing():
@@ -191,132 +176,104 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, SMALL, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_static_graph_with_checkpoints_and_no_sync(reentrant, options):
+def test_static_graph_with_checkpoints_and_no_sync(reentrant, options, same_as_one_process):
     """PyTorch's DDP ends in an internal assertion where no_sync meets static_graph."""
 
-    def main():
-        net = DistributedDataParallel(Checkpointed(reentrant), static_graph=True, **options)
-        twin = copy.deepcopy(net.module)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(4):
-            batches = [torch.randn(2, 4) for _ in range(2)]
-            for model in (net, twin):
-                model.zero_grad()
-            with net.no_sync():
-                net(batches[0]).square().mean().backward()
-            net(batches[1]).square().mean().backward()
-            for x in batches:
-                twin(x).square().mean().backward()
-            average_used(twin)
-            assert_same(net, twin)
-        assert net.logging_data().unused == ("unused.weight", "unused.bias")
-        assert all("unused.weight" not in names for names in net.reducer.buckets)
+    def program(net, rank, step):
+        with net.no_sync():
+            net(batch(rank, step)).square().mean().backward()
+        net(batch(rank, step + 5)).square().mean().backward()
 
-    run_ranks(main, 2)
+    def check(net):
+        assert net.logging_data().unused == ("unused.weight", "unused.bias")
+        layout.append(net.reducer.buckets)
+        assert len(layout) < 2 or all("unused.weight" not in names for names in layout[-1])
+
+    layout = []
+    model, options = partial(Checkpointed, reentrant), {**options, "static_graph": True}
+    same_as_one_process(program, options=options, model=model, steps=4, check=check)
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}])
-def test_two_backwards_in_the_first_step_of_a_static_graph(options):
+def test_two_backwards_in_the_first_step_of_a_static_graph(options, same_as_one_process):
     """The second goes by the first: how often each gradient comes is known by then."""
 
-    def main():
-        net = DistributedDataParallel(Checkpointed(), static_graph=True, **options)
-        twin = copy.deepcopy(net.module)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(3):
-            batches = [torch.randn(2, 4) for _ in range(2)]
-            for model in (net, twin):
-                model.zero_grad()
-                for loss in [model(x).square().mean() for x in batches]:
-                    loss.backward()
-            average_used(twin)
-            assert_same(net, twin)
+    def program(net, rank, step):
+        losses = [net(batch(rank, step + i)).square().mean() for i in (0, 5)]
+        for loss in losses:
+            loss.backward()
 
-    run_ranks(main, 2)
+    options = {**options, "static_graph": True}
+    same_as_one_process(program, options=options, model=Checkpointed)
 
 
+@on_ranks(2)
 def test_a_gradient_of_inputs_on_one_rank_in_the_first_step_of_a_static_graph():
     """It is that rank's own: nothing is sent for it, which others would take for what they send."""
-
-    def main():
-        net = DistributedDataParallel(nn.Linear(4, 2), static_graph=True)
-        x = torch.ones(2, 4, requires_grad=True)
-        y = net(x)
-        y.square().sum().backward(retain_graph=True)
-        if dist.get_rank() == 0:
-            assert torch.autograd.grad(y.sum(), x)[0].any()
-        dist.all_reduce(total := torch.ones(1))
-        return total.item()
-
-    assert run_ranks(main, 2) == [2.0, 2.0]
+    net = DistributedDataParallel(nn.Linear(4, 2), static_graph=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    y = net(x)
+    y.square().sum().backward(retain_graph=True)
+    if dist.get_rank() == 0:
+        assert torch.autograd.grad(y.sum(), x)[0].any()
+    dist.all_reduce(total := torch.ones(1))
+    assert total.item() == 2.0
 
 
-def test_static_graph_used_differently_by_rank():
-    def main():
-        take = [[0], [0, 1]][dist.get_rank()]
-        net = DistributedDataParallel(Branches(), static_graph=True, **SMALL)
-        twin = copy.deepcopy(net.module)
-        for step in range(3):
-            for model in (net, twin):
-                model.zero_grad()
-                model(torch.full((1, 4), step + 1.0 + dist.get_rank()), take).sum().backward()
-            average_used(twin)
-            assert_same(net, twin)
+def test_static_graph_used_differently_by_rank(same_as_one_process):
+    def program(net, rank, step):
+        net(batch(rank, step), [0, 1] if rank else [0]).sum().backward()
 
-    run_ranks(main, 2)
+    same_as_one_process(program, options={"static_graph": True, **SMALL}, model=Branches)
+
+
+class Uses(nn.Module):
+    """Uses parameters by name, each time in a reentrant checkpoint: an arrival of its own."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(n)) for n in sizes)
+
+    def forward(self, x, take):
+        for name in take:
+            x = checkpoint(self.once, x, name, use_reentrant=True)
+        return x
+
+    def once(self, x, name):
+        p = getattr(self, name)
+        return x + (p * torch.arange(1.0, len(p) + 1)).mean() * x.detach()
 
 
 @pytest.mark.parametrize("sizes", [(20_000, 100), (1_200_000, 100), (100, 20_000), (9_000, 20_000)])
 @pytest.mark.parametrize("takes", [("b", "ab"), ("a", "ab"), ("aa", "a"), ("ab", "ba")])
 @pytest.mark.parametrize("view", [False, True])
-def test_static_graph_with_large_gradients_used_differently_by_rank(sizes, takes, view):
+def test_static_graph_with_large_gradients_used_differently_by_rank(
+    sizes, takes, view, same_as_one_process
+):
     """What a rank uses must not decide where gradients lie in a bucket, which ranks add up."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.ones(n)) for n in sizes)
+    def program(net, rank, step):
+        x = torch.ones(1, requires_grad=True) * (step + 1.0 + rank)
+        net(x, takes[rank]).sum().backward()
 
-        def forward(self, x, take):
-            for name in take:  # a reentrant checkpoint: each use is an arrival of its own
-                x = checkpoint(self.once, x, name, use_reentrant=True)
-            return x
-
-        def once(self, x, name):
-            p = getattr(self, name)
-            return x + (p * torch.arange(1.0, len(p) + 1)).mean() * x.detach()
-
-    def main():
-        take = takes[dist.get_rank()]
-        net = DistributedDataParallel(Net(), static_graph=True, gradient_as_bucket_view=view)
-        twin = copy.deepcopy(net.module)
-        for step in range(3):
-            for model in (net, twin):
-                model.zero_grad()
-                x = torch.ones(1, requires_grad=True) * (step + 1.0 + dist.get_rank())
-                model(x, take).sum().backward()
-            average_used(twin)
-            assert_same(net, twin)
-
-    run_ranks(main, 2)
+    options = {"static_graph": True, "gradient_as_bucket_view": view}
+    same_as_one_process(program, options=options, model=partial(Uses, sizes))
 
 
+@on_ranks(1)
 def test_a_graph_that_is_not_static_is_named():
-    def main():
-        net = DistributedDataParallel(Branches(), static_graph=True)
-        x = torch.ones(1, 4)
-        for take in ([0, 1], [0, 1]):
-            net(x, take).sum().backward()
-        with pytest.raises(ReductionError, match=r"branches\.2\..*static_graph"):
-            net(x, [0, 1, 2]).sum().backward()
-        net(x, [0, 1]).sum().backward()  # counted again
-        net(x, [0, 1]).sum().backward()
-        net(x, [0]).sum().backward()
-        with pytest.raises(ReductionError, match=r"\['branches\.1\.weight', 'branches\.1\.bias'\]"):
-            net(x, [0, 1])
-        net(x, [0, 1]).sum().backward()
-
-    run_ranks(main, 1)
+    net = DistributedDataParallel(Branches(), static_graph=True)
+    x = torch.ones(1, 4)
+    for take in ([0, 1], [0, 1]):
+        net(x, take).sum().backward()
+    with pytest.raises(ReductionError, match=r"branches\.2\..*static_graph"):
+        net(x, [0, 1, 2]).sum().backward()
+    net(x, [0, 1]).sum().backward()  # counted again
+    net(x, [0, 1]).sum().backward()
+    net(x, [0]).sum().backward()
+    with pytest.raises(ReductionError, match=r"\['branches\.1\.weight', 'branches\.1\.bias'\]"):
+        net(x, [0, 1])
+    net(x, [0, 1]).sum().backward()
 
 
 class Once(nn.Module):
@@ -339,8 +296,7 @@ def test_checkpoints_without_a_static_graph(reentrant, options):
             for model in (net, twin):
                 model.zero_grad()
                 model(torch.full((1, 4), step + dist.get_rank() + 1.0)).square().sum().backward()
-            average_used(twin)
-            assert_same(net, twin)
+            assert_average(net, twin)
 
     if reentrant and options:
 
@@ -353,35 +309,30 @@ def test_checkpoints_without_a_static_graph(reentrant, options):
         run_ranks(main, 2)
 
 
+@on_ranks(2)
 def test_skip_all_reduce_unused_params():
-    def main():
-        net = DistributedDataParallel(
-            Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
-        )
-        x, sent = torch.ones(1, 4), []
-        for take in ([0, 1, 2], [0, 1, 2], [0]):
-            before = dist.group.WORLD._get_sequence_number_for_group()
-            net.zero_grad()
-            net(x, take).sum().backward()
-            sent.append(dist.group.WORLD._get_sequence_number_for_group() - before)
-        assert net.module.branches[1].weight.grad is None
-        return sent[2] < sent[1] - 1
-
-    assert run_ranks(main, 2) == [True, True]
+    net = DistributedDataParallel(
+        Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
+    )
+    x, sent = torch.ones(1, 4), []
+    for take in ([0, 1, 2], [0, 1, 2], [0]):
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        net.zero_grad()
+        net(x, take).sum().backward()
+        sent.append(dist.group.WORLD._get_sequence_number_for_group() - before)
+    assert net.module.branches[1].weight.grad is None
+    assert sent[2] < sent[1] - 1
 
 
+@on_ranks(2)
 def test_buckets_are_not_rebuilt_where_parameters_may_be_unused():
     """As in PyTorch: programs rely on it."""
-
-    def main():
-        net = nn.ModuleDict({"late": nn.Linear(2, 2), "early": nn.Linear(2, 2)})
-        net.forward = lambda x: net["late"](net["early"](x))
-        model = DistributedDataParallel(net, bucket_cap_mb=1e-6, find_unused_parameters=True)
-        planned = model.reducer.buckets
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-        model(torch.ones(1, 2))
-        assert not model.logging_data().rebuilt
-        assert model.reducer.buckets == planned
-
-    run_ranks(main, 2)
+    net = nn.ModuleDict({"late": nn.Linear(2, 2), "early": nn.Linear(2, 2)})
+    net.forward = lambda x: net["late"](net["early"](x))
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-6, find_unused_parameters=True)
+    planned = model.reducer.buckets
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2))
+    assert not model.logging_data().rebuilt
+    assert model.reducer.buckets == planned

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp import naive
+from ddp.common import on_ranks
 from gradwire import compat, hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
@@ -139,13 +140,11 @@ def one_rank(step):
     },
     {"micro": 1, "each_backend": "shm", "options": {"gradient_as_bucket_view": True}},
 )
+@on_ranks(2)
 def test_the_mean_over_samples(options, hook, extra, micro):
-    def main():
-        net = DistributedDataParallel(Net(), **options)
-        net.register_comm_hook(None, hook)
-        train(net, micro=micro, extra=extra)
-
-    run_ranks(main, 2)
+    net = DistributedDataParallel(Net(), **options)
+    net.register_comm_hook(None, hook)
+    train(net, micro=micro, extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +154,15 @@ def test_the_mean_over_samples(options, hook, extra, micro):
     {"case": ["sparse", "zeros"], "each_backend": "gloo"},
     {"case": ["finalize", "smaller"], "each_backend": "shm"},
 )
+@on_ranks(2)
 def test_weights_with_other_features(case):
-    def main():
-        reentrant = {"reentrant": True, "checkpoint": False}.get(case)
-        module = Net(sparse="sparse" in case, reentrant=reentrant)
-        net = DistributedDataParallel(module)
-        hook = {"sparse-hook": hooks.all_reduce, "smaller": hooks.bf16}.get(case)
-        net.register_comm_hook(None, hook)
-        net.require_manual_backward_finalization = case == "finalize"
-        train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "smaller" else 1e-4)
-
-    run_ranks(main, 2)
+    reentrant = {"reentrant": True, "checkpoint": False}.get(case)
+    module = Net(sparse="sparse" in case, reentrant=reentrant)
+    net = DistributedDataParallel(module)
+    hook = {"sparse-hook": hooks.all_reduce, "smaller": hooks.bf16}.get(case)
+    net.register_comm_hook(None, hook)
+    net.require_manual_backward_finalization = case == "finalize"
+    train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "smaller" else 1e-4)
 
 
 def linear(**options):
@@ -185,114 +182,99 @@ def backward(net, weight, x):
 
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
+@on_ranks(2)
 def test_ranks_of_weight_zero(hook):
-    def main():
-        net = linear()
-        net.register_comm_hook(None, hook)
-        own = dist.get_rank()  # rank 0 has no samples: its mean is NaN
-        assert backward(net, own, rows(own)).tolist() == [[1.0, 1.0]]
-        net.zero_grad()
-        assert backward(net, 0, rows(0)).tolist() == [[0.0, 0.0]]  # nobody has any
-        net.zero_grad()
-        assert backward(net, 0.25, rows(1)).tolist() == [[1.0, 1.0]]
-
-    run_ranks(main, 2)
+    net = linear()
+    net.register_comm_hook(None, hook)
+    own = dist.get_rank()  # rank 0 has no samples: its mean is NaN
+    assert backward(net, own, rows(own)).tolist() == [[1.0, 1.0]]
+    net.zero_grad()
+    assert backward(net, 0, rows(0)).tolist() == [[0.0, 0.0]]  # nobody has any
+    net.zero_grad()
+    assert backward(net, 0.25, rows(1)).tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
+@on_ranks(2)
 def test_steps_with_and_without_weights(hook):
-    def main():
-        net = linear()
-        net.register_comm_hook(None, hook)
-        x = rows(1, dist.get_rank() + 1.0)
-        want = [(None, 1.5), (1 + 2 * dist.get_rank(), 1.75), (None, 1.5)]
-        for weight, mean in want:
-            assert backward(net, weight, x).tolist() == [[mean, mean]]
-            net.zero_grad()
-
-    run_ranks(main, 2)
+    net = linear()
+    net.register_comm_hook(None, hook)
+    x = rows(1, dist.get_rank() + 1.0)
+    want = [(None, 1.5), (1 + 2 * dist.get_rank(), 1.75), (None, 1.5)]
+    for weight, mean in want:
+        assert backward(net, weight, x).tolist() == [[mean, mean]]
+        net.zero_grad()
 
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
+@on_ranks(2)
 def test_how_many_messages_weights_need(hook):
-    def main():
-        net = linear()
-        net.register_comm_hook(None, hook)
-        ends = []
-        for weight in (None, None, None, 2, 3):  # the second step begins with the buckets' order
-            backward(net, weight, rows(1))
-            net.zero_grad()
-            ends.append(net.reducer.end)
-        sent = [after - before for before, after in itertools.pairwise(ends)]
-        return sent[1] == sent[2] == sent[3] == {None: 1, "fp16": 3}.get(hook, 2)
-
-    assert run_ranks(main, 2) == [True, True]
+    net = linear()
+    net.register_comm_hook(None, hook)
+    ends = []
+    for weight in (None, None, None, 2, 3):  # the second step begins with the buckets' order
+        backward(net, weight, rows(1))
+        net.zero_grad()
+        ends.append(net.reducer.end)
+    sent = [after - before for before, after in itertools.pairwise(ends)]
+    assert sent[1] == sent[2] == sent[3] == {None: 1, "fp16": 3}.get(hook, 2)
 
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
+@on_ranks(2)
 def test_ranks_that_disagree_whether_there_are_weights(hook):
-    def main():
-        net = linear()
-        net.register_comm_hook(None, hook)
-        for with_weight in (0, 1):
-            weight = 0 if dist.get_rank() == with_weight else None
-            with pytest.raises(MismatchError, match=r"1 ranks called weight\(n\).*1 did not"):
-                backward(net, weight, rows(1))
-            net.zero_grad()
-            assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
-            net.zero_grad()
-
-    run_ranks(main, 2)
+    net = linear()
+    net.register_comm_hook(None, hook)
+    for with_weight in (0, 1):
+        weight = 0 if dist.get_rank() == with_weight else None
+        with pytest.raises(MismatchError, match=r"1 ranks called weight\(n\).*1 did not"):
+            backward(net, weight, rows(1))
+        net.zero_grad()
+        assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
+        net.zero_grad()
 
 
 @pytest.mark.parametrize("forgetful", [(0, 1), (1,)])
+@on_ranks(2)
 def test_a_weight_that_is_forgotten_after_others(forgetful):
-    def main():
-        net = linear()
-        rank = dist.get_rank()
-        with net.no_sync():
-            backward(net, 2, rows(1))
-        error = ReductionError if rank in forgetful else PeerFailedError
-        with pytest.raises(error, match="no weight was given"):
-            backward(net, None if rank in forgetful else 1, rows(1))
-        net.zero_grad()
-        assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
-
-    run_ranks(main, 2)
-
-
-def test_gradients_that_were_reduced_or_unweighted_before():
-    def main():
-        net = linear()
+    net = linear()
+    rank = dist.get_rank()
+    with net.no_sync():
         backward(net, 2, rows(1))
-        with pytest.raises(NotSupportedError, match="zero_grad"):
-            backward(net, 2, rows(1))
-        net.zero_grad()
-        with net.no_sync():
-            backward(net, None, rows(1))
-        with pytest.raises(NotSupportedError, match="zero_grad"):
-            backward(net, 2, rows(1))
-        net.zero_grad()
-        assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
+    error = ReductionError if rank in forgetful else PeerFailedError
+    with pytest.raises(error, match="no weight was given"):
+        backward(net, None if rank in forgetful else 1, rows(1))
+    net.zero_grad()
+    assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
 
-    run_ranks(main, 2)
+
+@on_ranks(2)
+def test_gradients_that_were_reduced_or_unweighted_before():
+    net = linear()
+    backward(net, 2, rows(1))
+    with pytest.raises(NotSupportedError, match="zero_grad"):
+        backward(net, 2, rows(1))
+    net.zero_grad()
+    with net.no_sync():
+        backward(net, None, rows(1))
+    with pytest.raises(NotSupportedError, match="zero_grad"):
+        backward(net, 2, rows(1))
+    net.zero_grad()
+    assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("none", [False, True])
+@on_ranks(2)
 def test_abandoned_accumulation(none):
     """What was cleared does not count, what was zero by itself does."""
-
-    def main():
-        net = linear()
-        rank = dist.get_rank()
-        with net.no_sync():
-            backward(net, 100, rows(1))
-        net.zero_grad(set_to_none=none)
-        with net.no_sync():
-            backward(net, 3, rows(1, 0.0))
-        assert backward(net, 1, rows(1, 4.0 * rank)).tolist() == [[0.5, 0.5]]  # 4 of 8 samples
-
-    run_ranks(main, 2)
+    net = linear()
+    rank = dist.get_rank()
+    with net.no_sync():
+        backward(net, 100, rows(1))
+    net.zero_grad(set_to_none=none)
+    with net.no_sync():
+        backward(net, 3, rows(1, 0.0))
+    assert backward(net, 1, rows(1, 4.0 * rank)).tolist() == [[0.5, 0.5]]  # 4 of 8 samples
 
 
 def test_two_backwards_of_one_forward_count_once():
@@ -346,42 +328,36 @@ def test_other_numbers_of_ranks():
         (torch.tensor(3.0), ArgumentTypeError),
     ],
 )
+@on_ranks(2)
 def test_invalid_weights(weight, error):
-    def main():
-        net = linear()
-        with pytest.raises(error, match="weight is"):
-            net.weight(weight)
-        return backward(net, None, rows(1)).tolist()
-
-    assert run_ranks(main, 2) == [[[1.0, 1.0]]] * 2
+    net = linear()
+    with pytest.raises(error, match="weight is"):
+        net.weight(weight)
+    assert backward(net, None, rows(1)).tolist() == [[1.0, 1.0]]
 
 
+@on_ranks(2)
 def test_unsupported_uses_of_weights():
-    def main():
-        half = DistributedDataParallel(nn.Linear(2, 1, dtype=torch.bfloat16))
-        skipping = linear(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-        for net in (half, skipping):
-            with pytest.raises(NotSupportedError, match="register_comm_hook"):
-                net.weight(2)
-            net.register_comm_hook(None, "all_reduce")
+    half = DistributedDataParallel(nn.Linear(2, 1, dtype=torch.bfloat16))
+    skipping = linear(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    for net in (half, skipping):
+        with pytest.raises(NotSupportedError, match="register_comm_hook"):
             net.weight(2)
-        net = linear()
-        net.weight(2)
-        with pytest.raises(NotSupportedError, match=r"torch\.autograd\.grad"):
-            net(rows(1)).sum().backward(create_graph=True)
-
-    run_ranks(main, 2)
-
-
-def test_bfloat16_with_a_hook():
-    def main():
-        net = linear().bfloat16()
-        net = DistributedDataParallel(net.module)
         net.register_comm_hook(None, "all_reduce")
-        own = dist.get_rank()
-        return backward(net, 1 + 2 * own, rows(1, 1.0 + own).bfloat16()).tolist()
+        net.weight(2)
+    net = linear()
+    net.weight(2)
+    with pytest.raises(NotSupportedError, match=r"torch\.autograd\.grad"):
+        net(rows(1)).sum().backward(create_graph=True)
 
-    assert run_ranks(main, 2) == [[[1.75, 1.75]]] * 2
+
+@on_ranks(2)
+def test_bfloat16_with_a_hook():
+    net = linear().bfloat16()
+    net = DistributedDataParallel(net.module)
+    net.register_comm_hook(None, "all_reduce")
+    own = dist.get_rank()
+    assert backward(net, 1 + 2 * own, rows(1, 1.0 + own).bfloat16()).tolist() == [[1.75, 1.75]]
 
 
 def test_under_compat_the_wrapper_has_no_weight():
@@ -430,70 +406,60 @@ class Now(nn.Module):
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("grad", [True, False])
+@on_ranks(2)
 def test_samples_of_a_forward_that_uses_no_parameter_count(grad, after):
-    def main():
-        net = DistributedDataParallel(Now(), find_unused_parameters=True)
-        found = []
-        for _ in range(2):
-            net.zero_grad()
-            for use in (False, True):
-                with net.no_sync(enabled=not use):
-                    if not after:
-                        net.weight(3)
-                    out = net(rows(3).requires_grad_(grad), use=use)
-                    if after and (grad or use):
-                        net.weight(3)
-                    if out.requires_grad:
-                        out.mean().backward()
-            found += net.module.linear.weight.grad.tolist()
-        return found
-
+    net = DistributedDataParallel(Now(), find_unused_parameters=True)
+    found = []
+    for _ in range(2):
+        net.zero_grad()
+        for use in (False, True):
+            with net.no_sync(enabled=not use):
+                if not after:
+                    net.weight(3)
+                out = net(rows(3).requires_grad_(grad), use=use)
+                if after and (grad or use):
+                    net.weight(3)
+                if out.requires_grad:
+                    out.mean().backward()
+        found += net.module.linear.weight.grad.tolist()
     half = [[0.5, 0.5]] * 2 if grad or not after else [[1.0, 1.0]] * 2
-    assert run_ranks(main, 2) == [half, half]
+    assert found == half
 
 
+@on_ranks(2)
 def test_two_forwards_that_share_a_weight():
-    def main():
-        net = DistributedDataParallel(Now(), find_unused_parameters=True)
-        with net.no_sync():
-            net.weight(2)
-            out = net(rows(2), use=False) + net(rows(2), use=True)[:, 0]
-            out.mean().backward()
+    net = DistributedDataParallel(Now(), find_unused_parameters=True)
+    with net.no_sync():
         net.weight(2)
-        net(rows(2, 3.0), use=True).mean().backward()
-        return net.module.linear.weight.grad.tolist()
-
-    assert run_ranks(main, 2) == [[[2.0, 2.0]]] * 2
+        out = net(rows(2), use=False) + net(rows(2), use=True)[:, 0]
+        out.mean().backward()
+    net.weight(2)
+    net(rows(2, 3.0), use=True).mean().backward()
+    assert net.module.linear.weight.grad.tolist() == [[2.0, 2.0]]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
 def test_forwards_that_are_computed_again_share_a_weight(reentrant):
     """A checkpoint runs the module within the backward that has used its weight."""
-
-    def main():
-        net = DistributedDataParallel(nn.Linear(2, 2, bias=False))
-        x = rows(1).requires_grad_()
-        with net.no_sync():
-            net.weight(1 + dist.get_rank())
-            sum(checkpoint(net, x, use_reentrant=reentrant) for _ in range(2)).sum().backward()
-        net.weight(1)
-        net(x).sum().backward()
-        return net.module.weight.grad.tolist()
-
-    # (1 * 2 + 2 * 2 + 1 + 1) / (1 + 2 + 1 + 1)
-    assert run_ranks(main, 2) == [[[pytest.approx(1.6)] * 2] * 2] * 2
+    net = DistributedDataParallel(nn.Linear(2, 2, bias=False))
+    x = rows(1).requires_grad_()
+    with net.no_sync():
+        net.weight(1 + dist.get_rank())
+        sum(checkpoint(net, x, use_reentrant=reentrant) for _ in range(2)).sum().backward()
+    net.weight(1)
+    net(x).sum().backward()
+    assert net.module.weight.grad.tolist() == [[pytest.approx(1.6)] * 2] * 2
 
 
 @pytest.mark.narrow({"each_backend": "gloo"})
+@on_ranks(2)
 def test_a_model_of_large_parameters_only():
-    def main():
-        torch.manual_seed(0)
-        net = DistributedDataParallel(nn.Linear(1024, 1030, bias=False))
-        for _ in range(2):
-            net.zero_grad()
-            n = dist.get_rank() + 1.0
-            net.weight(n)
-            (net(torch.full((1, 1024), n)).sum()).backward()
-        return net.module.weight.grad[0, 0].item()
-
-    assert run_ranks(main, 2) == [pytest.approx((1 * 1 + 2 * 2) / 3)] * 2
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(1024, 1030, bias=False))
+    for _ in range(2):
+        net.zero_grad()
+        n = dist.get_rank() + 1.0
+        net.weight(n)
+        (net(torch.full((1, 1024), n)).sum()).backward()
+    assert net.module.weight.grad[0, 0].item() == pytest.approx((1 * 1 + 2 * 2) / 3)
