@@ -85,9 +85,6 @@ class Location(NamedTuple):
 
 
 INLINE, PRIVATE = -1, -2
-UNEVEN = -1
-"""Number of elements in a root's call whose blocks differ in size."""
-_ROOTED = ("gather", "scatter")  # on shm a rank's `numel` is that of its own block
 
 
 def header_bytes(size: int) -> int:
@@ -136,9 +133,6 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         marks = [struct.unpack_from("<q", header, _MARK)[0] for header in headers]
         calls = [read(header)[0] for header in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
-        if not same and len({(call.kind, call.dtype, call.root) for call in calls}) == 1:
-            # a gather or scatter, with the sizes in the root's table
-            same = calls[0].kind in _ROOTED and _misfit(calls) is None
         if not same or (all(marks) and len(set(marks)) > 1):
             # do not name the error: its traceback refers to this frame, which would refer to it
             kind = CheckedMismatchError if all(mark & 1 for mark in marks) else MismatchError
@@ -160,16 +154,13 @@ def _mismatch(calls: Sequence[Call]) -> tuple[str, Sequence[object]]:
         "number of elements": [call.numel for call in calls],
         "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
     }
-    if kinds[0] in _ROOTED:
-        del fields["number of elements"]  # compared by `_misfit`
     for field, values in fields.items():
         if len(set(values)) > 1:
             return f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}", values
-    unclear = (
+    return (
         f"ranks call {kinds[0]} for different operations of gradwire.collectives, or for the "
         "backward of different calls: set GRADWIRE_CHECKS=1 to see which arguments differ"
-    )
-    return _misfit(calls) or unclear, ()
+    ), ()
 
 
 def check_tables(calls: Sequence[Call]) -> None:
@@ -178,32 +169,10 @@ def check_tables(calls: Sequence[Call]) -> None:
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]
             if count != expected:
-                raise MismatchError(_other_size(call.kind, source, target, count, expected))
-
-
-def _other_size(kind: str, source: int, target: int, count: int, expected: int) -> str:
-    return (
-        f"ranks disagree on {kind}'s number of elements: rank {source} has {count} for rank "
-        f"{target}, which expects {expected}"
-    )
-
-
-def _misfit(calls: Sequence[Call]) -> str | None:
-    """Return the message about the first rank whose block differs from the root's entry in size."""
-    kind, root = calls[0].kind, calls[0].root
-    if kind not in _ROOTED or all(call.sends for call in calls):
-        return None  # between hosts, every rank sends tables
-    of_root = calls[root]
-    theirs = of_root.receives if kind == "gather" else of_root.sends
-    own = of_root.sends if kind == "gather" else of_root.receives
-    for rank, call in enumerate(calls):
-        count = own[rank] if own and rank == root else call.numel
-        expected = theirs[rank] if theirs else of_root.numel
-        if count != expected and kind == "gather":
-            return _other_size(kind, rank, root, count, expected)
-        if count != expected:
-            return _other_size(kind, root, rank, expected, count)
-    return None
+                raise MismatchError(
+                    f"ranks disagree on {call.kind}'s number of elements: rank {source} has "
+                    f"{count} for rank {target}, which expects {expected}"
+                )
 
 
 def _by_rank(values: Sequence[object]) -> str:

@@ -27,13 +27,11 @@ from gradwire.shm.header import (
     INLINE,
     LOCATION,
     PRIVATE,
-    UNEVEN,
     Call,
     Location,
     check_consistent,
     location_of,
     packed,
-    read,
     write_mark,
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
@@ -71,8 +69,6 @@ class GroupState:
         is_awaited: Function that returns True while the main thread only waits for the running
             operation.
         inline_bytes: Maximum size of data beside the header.
-        alike: True if the headers of all ranks were equal in the last call that `announce` began;
-            only marks and, in gather and scatter, sizes may differ.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class GroupState:
         self._parity = self._mark = 0
         # last mismatch of this group; a weak reference, as its traceback keeps the callers' frames
         self._mismatch: weakref.ref[MismatchError] | None = None
-        self.alike = True
         # headers that `short_exchange` wrote for this rank in even and odd collectives
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
@@ -138,11 +133,10 @@ class GroupState:
         self._headers[self._parity][self.rank][: len(header)] = header
         self._mark = 0
         self.sync()
-        # only the root of a gather or scatter has tables, marked by UNEVEN: compared separately
-        tables = bool(call.sends) and (call.numel != UNEVEN or self.size == 1)
+        tables = bool(call.sends)
         # takes less than 1 µs, and turns any mismatch into the same error on all ranks
         parts = self._compared[self._parity]
-        fit = self.alike = parts.count(parts[self.rank]) == self.size
+        fit = parts.count(parts[self.rank]) == self.size
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
             self._check_consistent(tables=tables)
 
@@ -199,10 +193,6 @@ class GroupState:
     def is_agreed(self, error: MismatchError) -> bool:
         """Return True if all ranks raise this error; False if a signal handler raised it here."""
         return self._mismatch is not None and error is self._mismatch()
-
-    def call_of(self, rank: int) -> Call:
-        """Return the announced call of a rank, in gather and scatter."""
-        return read(self._headers[self._parity][rank])[0]
 
     def locations(self) -> list[Location]:
         """Return the announced location of each rank's data."""

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.shm.header import INLINE, PRIVATE, UNEVEN, Call, Location
+from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.meeting import UPFRONT_BYTES, GroupState
 from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import checksum_of, common_base, copy, overwrites
@@ -55,10 +55,6 @@ def fill_slot(slot: Tensor, pieces: Sequence[Tensor], step: int) -> None:
     for i, piece in enumerate(pieces):
         if piece.numel():
             copy(slot[i * step :][: piece.numel()], piece)
-
-
-def _staged(locations: Sequence[Location]) -> list[int]:
-    return [rank for rank, location in enumerate(locations) if location.region == PRIVATE]
 
 
 class Movement(GroupState):
@@ -142,7 +138,7 @@ class Movement(GroupState):
                 base = common_base(outgoing)
             start = 0 if shared else block_start(call, self.rank)
             unread = (0, 0) if shared else (start, start + outgoing[self.rank].numel())
-            limit = self.upfront_limit(alone=False)
+            limit = self.upfront_limit(alone=call.kind == "scatter")
             self.announce(call, self.location_for(outgoing, base, unread, limit=limit))
         else:
             self.announce(call, Location(INLINE), outgoing)
@@ -158,7 +154,11 @@ class Movement(GroupState):
                 staged.append(rank)
             elif rank != self.rank and target is not None and target.numel():
                 start = 0 if shared else sum(sent[: self.rank])
-                self.fetch_block(rank, its_location, start, target)
+                count = target.numel()
+                if its_location.region == INLINE:
+                    target.copy_(self.inline(rank, call.dtype, start, count))
+                else:
+                    copy(target, self.at(rank, its_location, call.dtype, start, count))
         if staged:
             self.exchange_through_slots(call, sends, staged, outgoing, incoming, shared=shared)
         in_place = [rank for rank, at in enumerate(locations) if at.region >= USERS]
@@ -258,117 +258,28 @@ class Movement(GroupState):
         if any(location.region >= USERS for location in locations):
             self.sync()
 
-    def fetch_block(self, rank: int, at: Location, start: int, target: Tensor) -> None:
-        """Copy elements of a rank's data, beside its header or in a region, from `start` on."""
-        dtype, count = target.dtype, target.numel()
-        if at.region == INLINE:
-            target.copy_(self.inline(rank, dtype, start, count))
-        else:
-            copy(target, self.at(rank, at, dtype, start, count))
-
     def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
         """Copy each rank's values to the root's tensors `into`; others pass none."""
-        # If all blocks have one size, no rank sends a table of sizes. A root whose blocks differ
-        # marks that in its header, and sends one.
-        if self.rank == root:
-            self._gather_here(source, into)
+        at_root, dtype = self.rank == root, source.dtype
+        sends = tuple(source.numel() if r == root else 0 for r in range(self.size))
+        receives = tuple(target.numel() for target in into) if at_root else (0,) * self.size
+        call = Call("gather", dtype, root=root, sends=sends, receives=receives)
+        if not at_root:
+            self.exchange(call, [source], [None] * self.size, shared=True)
             return
-        call = Call("gather", source.dtype, source.numel(), root=root)
-        if source.nbytes <= self.inline_bytes:
-            self.announce(call, Location(INLINE), [source])
-            return
-        limit = self.upfront_limit(alone=False)
-        location = self.location_for([source], source, limit=limit)
-        self.announce(call, location)
-        if location.region == PRIVATE:
-            staged = _staged(self.locations())
-            own = source.numel()
-            sizes = {r: own if self.alike else self.call_of(r).numel for r in staged}
-            sends = self._columns(root, sizes)
-            nothing = [None] * self.size
-            self.exchange_through_slots(call, sends, staged, [source], nothing, shared=True)
-        elif location.region >= USERS:
-            self.wait([root])
-
-    def _gather_here(self, source: Tensor, into: Sequence[Tensor]) -> None:
-        rank, own, dtype = self.rank, source.numel(), source.dtype
-        sizes = tuple(target.numel() for target in into)
-        if sizes.count(own) == self.size:
-            call = Call("gather", dtype, own, root=rank)
-        else:
-            sends = tuple(own if r == rank else 0 for r in range(self.size))
-            call = Call("gather", dtype, UNEVEN, -1, rank, sends, sizes)
-        self.announce(call, Location(INLINE))
-        copy(into[rank], source)
-        if self.size == 1:
-            return
-        locations = self.locations()
-        if not call.sends and all(location.region == INLINE for location in locations):
-            blocks = self.all_inline(dtype, own)
-            others = [r for r in range(self.size) if r != rank]
-            torch._foreach_copy_([into[r] for r in others], [blocks[r] for r in others])
-            return
-        for r, (location, target) in enumerate(zip(locations, into, strict=True)):
-            if r != rank and location.region != PRIVATE and sizes[r]:
-                self.fetch_block(r, location, 0, target)
-        if staged := _staged(locations):
-            columns = self._columns(rank, dict(enumerate(sizes)))
-            self.exchange_through_slots(call, columns, staged, [], into, shared=True)
-        if in_place := [r for r, location in enumerate(locations) if location.region >= USERS]:
-            self.post(in_place)
-
-    def _columns(self, root: int, sizes: dict[int, int]) -> list[list[int]]:
-        """Return the number of elements from each rank for each, in a gather."""
-        rows = [[0] * self.size for _ in range(self.size)]
-        for rank, size in sizes.items():
-            rows[rank][root] = size
-        return rows
+        # no other rank reads the root's own block
+        own = source.clone() if overwrites([source], into, root, source) else source
+        self.exchange(call, [], into, shared=True)
+        copy(into[root], own)
 
     def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the root's block for each rank to that rank; tables of sizes are as in `gather`."""
-        # On the root, `out` may overlap the blocks, which are then copied.
-        if self.rank == root:
-            self._scatter_from_here(blocks, out)
-            return
-        call, count = Call("scatter", out.dtype, out.numel(), root=root), out.numel()
-        self.announce(call, Location(INLINE))
-        location = self.locations()[root]
-        sends = (count,) * self.size if self.alike else self.call_of(root).sends
-        if location.region == PRIVATE:
-            incoming = [out if r == root else None for r in range(self.size)]
-            rows = [list(sends)] * self.size
-            self.exchange_through_slots(call, rows, [root], [], incoming, shared=False)
-        elif count:
-            self.fetch_block(root, location, sum(sends[: self.rank]), out)
-        if location.region >= USERS and count:
-            self.post([root])
-
-    def _scatter_from_here(self, blocks: Sequence[Tensor], out: Tensor) -> None:
-        rank, count, own = self.rank, out.numel(), blocks[self.rank]
-        sizes = tuple(block.numel() for block in blocks)
-        if sizes.count(count) == self.size:
-            call = Call("scatter", out.dtype, count, root=rank)
-        else:
-            receives = tuple(count if r == rank else 0 for r in range(self.size))
-            call = Call("scatter", out.dtype, UNEVEN, -1, rank, sizes, receives)
-        if sum(sizes) * out.element_size() <= self.inline_bytes:
-            self.announce(call, Location(INLINE), blocks)
-            copy(out, own)
-            return
-        base = common_base(blocks)
-        if overwrites(blocks, [out if r == rank else None for r in range(self.size)], rank, own):
-            blocks, base = [block.clone() for block in blocks], None
-            own = blocks[rank]
-        start = sum(sizes[:rank])
-        unread, limit = (start, start + sizes[rank]), self.upfront_limit(alone=True)
-        location = self.location_for(blocks, base, unread, limit=limit)
-        self.announce(call, location)
-        copy(out, own)
-        if location.region == PRIVATE:
-            rows, nothing = [list(sizes)] * self.size, [None] * self.size
-            self.exchange_through_slots(call, rows, [rank], blocks, nothing, shared=False)
-        elif location.region >= USERS:
-            self.wait([r for r in range(self.size) if r != rank and sizes[r]])
+        """Copy the root's block for each rank to that rank; others pass no blocks."""
+        at_root, count = self.rank == root, out.numel()
+        sends = tuple(block.numel() for block in blocks) if at_root else (0,) * self.size
+        receives = tuple(count if r == root else 0 for r in range(self.size))
+        call = Call("scatter", out.dtype, root=root, sends=sends, receives=receives)
+        incoming = [out if r == root else None for r in range(self.size)]
+        self.exchange(call, blocks, incoming)
 
     def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
         """Copy a list of the root's tensors to all ranks, as a stream of pieces."""
