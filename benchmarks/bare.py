@@ -35,7 +35,7 @@ def shared_by_two(count: int) -> tuple[Tensor, Tensor]:
         paths = [f"/proc/{os.getpid()}/fd/{fd}"]
     dist.broadcast_object_list(paths)
     with open(str(paths[0]), "rb+") as file:
-        both = segment.map_tensor(file.fileno()).view(torch.float32)
+        both = segment.Mapping(file.fileno()).flat.view(torch.float32)
     dist.barrier()
     if fd >= 0:
         os.close(fd)

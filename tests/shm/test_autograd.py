@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire.shm.register import shm_backend_of
-from gradwire.testing import run_ranks
 
 
 def transfers(count, world):
@@ -31,7 +30,9 @@ def transfers(count, world):
     ]
 
 
-def marked_meanwhile(count):
+@pytest.mark.parametrize("count", [5, 100_000, 2_000_000])
+@pytest.mark.on_ranks(2)
+def test_inputs_that_require_grad(count):
     """Rank 1 comes when rank 0's call has returned, and torch has marked what it is to fill."""
     warnings.simplefilter("ignore")  # some names are old in newer versions of torch
     store = dist.distributed_c10d._get_default_store()
@@ -46,12 +47,9 @@ def marked_meanwhile(count):
         dist.barrier()
 
 
-@pytest.mark.parametrize("count", [5, 100_000, 2_000_000])
-def test_inputs_that_require_grad(count):
-    run_ranks(marked_meanwhile, 2, backend="shm", args=(count,))
-
-
-def reduced_by_others(inside):
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+@pytest.mark.on_ranks(2)
+def test_backward_refuses_tensors_that_other_ranks_wrote(inside):
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     shm_backend_of(group).state.inline_bytes = 0
@@ -67,8 +65,3 @@ def reduced_by_others(inside):
             loss.backward()
     else:
         loss.backward()
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
-def test_backward_refuses_tensors_that_other_ranks_wrote(inside):
-    run_ranks(reduced_by_others, 2, backend="shm", args=(inside,))

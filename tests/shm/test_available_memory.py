@@ -52,48 +52,38 @@ def available(folders: dict[str, Path]) -> int:
     return low << 20
 
 
-def test_a_host_has_what_is_available_and_its_swap(tmp_path: Path) -> None:
-    assert available(host(tmp_path, swap=GIB)) == 5 * GIB
+def limited(limit: object, used: int, **more: object) -> dict[str, str]:
+    return {f"memory.{k}": str(v) for k, v in {"max": limit, "current": used, **more}.items()}
 
 
-def test_a_container_has_its_limit_less_its_use_without_caches(tmp_path: Path) -> None:
-    files = {
-        "memory.max": str(2 * GIB),
-        "memory.current": str(2 * GIB),
-        "memory.stat": f"anon {GIB}\nfile {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}",
-    }
-    assert available(host(tmp_path, files=files)) == GIB * 3 // 4
+CACHES = f"anon {GIB}\nfile {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}"
+NO_SWAP = {"memory.swap.max": "0", "memory.swap.current": "0"}
+POD = {"pod/memory.max": str(GIB), "pod/memory.current": "0"}
+WORKER = {"pod/worker/memory.max": "max", "pod/worker/memory.current": "0"}
+V1 = {
+    "memory.limit_in_bytes": str(2 * GIB),
+    "memory.usage_in_bytes": str(GIB),
+    "memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}",
+}
+V1_GROUP = "5:cpu:/\n4:memory:/docker/1234\n0::/"
 
 
-def test_a_container_has_no_more_swap_than_it_may_use(tmp_path: Path) -> None:
-    files = {
-        "memory.max": str(2 * GIB),
-        "memory.current": str(GIB),
-        "memory.swap.max": "0",
-        "memory.swap.current": "0",
-    }
-    assert available(host(tmp_path, files=files, swap=8 * GIB)) == GIB
-
-
-def test_the_narrowest_limit_of_all_around_counts(tmp_path: Path) -> None:
-    files = {
-        "pod/memory.max": str(GIB),
-        "pod/memory.current": "0",
-        "pod/worker/memory.max": "max",
-        "pod/worker/memory.current": "0",
-    }
-    assert available(host(tmp_path, cgroup="0::/pod/worker", files=files)) == GIB
-
-
-@pytest.mark.parametrize("folder", ["memory/docker/1234", "memory"])
-def test_version_1_inside_and_outside_of_a_container(tmp_path: Path, folder: str) -> None:
-    files = {
-        f"{folder}/memory.limit_in_bytes": str(2 * GIB),
-        f"{folder}/memory.usage_in_bytes": str(GIB),
-        f"{folder}/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}",
-    }
-    cgroup = "5:cpu:/\n4:memory:/docker/1234\n0::/"
-    assert available(host(tmp_path, cgroup=cgroup, files=files)) == GIB * 3 // 2
+@pytest.mark.parametrize(
+    ("cgroup", "files", "swap", "expected"),
+    [
+        ("0::/", {}, GIB, 5 * GIB),
+        ("0::/", limited(2 * GIB, 2 * GIB, stat=CACHES), 0, GIB * 3 // 4),
+        ("0::/", limited(2 * GIB, GIB) | NO_SWAP, 8 * GIB, GIB),
+        ("0::/pod/worker", POD | WORKER, 0, GIB),
+        (V1_GROUP, {f"memory/docker/1234/{k}": v for k, v in V1.items()}, 0, GIB * 3 // 2),
+        (V1_GROUP, {f"memory/{k}": v for k, v in V1.items()}, 0, GIB * 3 // 2),
+    ],
+    ids=["swap", "without caches", "limit of swap", "narrowest", "v1 outside", "v1 inside"],
+)
+def test_available_memory(
+    tmp_path: Path, cgroup: str, files: dict[str, str], swap: int, expected: int
+) -> None:
+    assert available(host(tmp_path, cgroup=cgroup, files=files, swap=swap)) == expected
 
 
 def test_unknown_limits_are_ignored(tmp_path: Path) -> None:

@@ -53,17 +53,15 @@ def test_the_group_is_torch_s_own():
     assert on_ranks(identity)[0] == on_ranks(identity)[1]
 
 
-def timeouts():
+@pytest.mark.on_ranks(2)
+def test_timeouts_are_set_through_the_group():
     group, backend = dist.group.WORLD, dist.group.WORLD._get_backend(CPU)
     group.set_timeout(timedelta(seconds=7))
     assert backend.options._timeout == timedelta(seconds=7)
 
 
-def test_timeouts_are_set_through_the_group():
-    on_ranks(timeouts)
-
-
-def hooks():
+@pytest.mark.on_ranks(2)
+def test_torch_s_hooks_fire():
     group, seen, x = dist.group.WORLD, [], torch.ones(3)
     group.register_pre_hook(7, lambda args: seen.append(("before", args.name.name)))
     group.register_post_hook(7, lambda args: seen.append(("after", args.name.name)))
@@ -77,11 +75,8 @@ def hooks():
     assert seen == [(when, kind) for kind in kinds for when in ("before", "after")]
 
 
-def test_torch_s_hooks_fire():
-    on_ranks(hooks)
-
-
-def not_a_number():
+@pytest.mark.on_ranks(2)
+def test_torch_s_check_for_nan_works():
     from torch._C._distributed_c10d import NanCheckHook
 
     hook = NanCheckHook.attach(dist.group.WORLD)
@@ -91,11 +86,8 @@ def not_a_number():
     dist.all_reduce(torch.ones(1))
 
 
-def test_torch_s_check_for_nan_works():
-    on_ranks(not_a_number)
-
-
-def counted():
+@pytest.mark.on_ranks(2)
+def test_torch_s_profiler_and_comm_debug_mode_see_collectives():
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import ProfilerActivity, profile
 
@@ -109,10 +101,6 @@ def counted():
         all_reduce(x)
     counts = {event.key: event.count for event in profiler.key_averages()}
     assert counts["c10d::allreduce_"] == 2
-
-
-def test_torch_s_profiler_and_comm_debug_mode_see_collectives():
-    on_ranks(counted)
 
 
 def recorded():
@@ -131,7 +119,9 @@ def test_shm_records_itself_and_torch_s_recorder_does_not_do_so_again():
     assert on_ranks(recorded) == [(expected, False)] * 2
 
 
-def split():
+@since_215
+@pytest.mark.on_ranks(3)
+def test_groups_split():
     rank = dist.get_rank()
     ranks = [[2, 0], [1]]
     group = dist.split_group(split_ranks=ranks)
@@ -149,12 +139,8 @@ def split():
         assert y.item() == 2
 
 
-@since_215
-def test_groups_split():
-    on_ranks(split, world=3)
-
-
-def messages():
+@pytest.mark.on_ranks(2)
+def test_batches_of_messages():
     other, x = 1 - dist.get_rank(), torch.full((3,), float(dist.get_rank()))
     got = torch.empty(3)
     works = dist.batch_isend_irecv(
@@ -163,10 +149,6 @@ def messages():
     for work in works:
         work.wait()
     assert got.tolist() == [float(other)] * 3
-
-
-def test_batches_of_messages():
-    on_ranks(messages)
 
 
 PAIR = """

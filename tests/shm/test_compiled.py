@@ -74,7 +74,8 @@ def test_functions_with_a_collective_inside(backend):
     run_ranks(all_compiled, backend=backend, timeout=100)
 
 
-def compiled_ddp():
+@pytest.mark.on_ranks(timeout=100)
+def test_torch_s_ddp_compiled():
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -89,7 +90,3 @@ def compiled_ddp():
         net.zero_grad()
         model(x).square().mean().backward()
         torch.testing.assert_close([p.grad for p in net.parameters()], expected)
-
-
-def test_torch_s_ddp_compiled():
-    run_ranks(compiled_ddp, backend="shm", timeout=100)

@@ -83,13 +83,10 @@ def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing
             assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
 
 
-def without_time():
+@pytest.mark.on_ranks(2)
+def test_a_timeout_of_zero_is_refused():
     with pytest.raises(ArgumentError, match="timeout is 0:00:00"):
         dist.new_group(backend="shm", timeout=timedelta(0))
-
-
-def test_a_timeout_of_zero_is_refused():
-    run_ranks(without_time, 2, backend="shm", timeout=30)
 
 
 def killed_amid_forming():
@@ -110,19 +107,6 @@ def killed_amid_forming():
 def test_a_death_amid_forming_reaches_the_others():
     results = run_ranks(killed_amid_forming, 3, backend="shm", timeout=20, may_die=[1])
     assert results == [True, None, True]
-
-
-def spins_when_pinned(cores: list[int]) -> bool:
-    """Whether ranks spin that may use one core each; they may use all again afterwards."""
-    usable = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {cores[dist.get_rank()]})
-    dist.barrier()  # all are pinned
-    try:
-        group = dist.new_group(backend="shm")
-        dist.barrier(group)
-        return shm_backend_of(group).state._spins > 1
-    finally:
-        os.sched_setaffinity(0, usable)
 
 
 def messages_when_pinned(cores: list[int]) -> list[bool]:
@@ -167,15 +151,6 @@ def test_missing_ranks_are_named(kind, tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-@pytest.mark.parametrize("alike", [False, True])
-def test_pinned_ranks_spin_if_each_has_a_core(alike: bool) -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    cores = [first, first if alike else second]
-    assert run_ranks(spins_when_pinned, 2, backend="gloo", args=(cores,)) == [not alike] * 2
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_messages_between_pinned_ranks_that_share_cores() -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
     cores = [first, second, second, second]
@@ -196,16 +171,13 @@ def test_groups_of_one_name_and_different_ranks_are_kept_apart():
     assert run_ranks(sum_over_own_pair, 4, backend="gloo") == [1001.0, 110.0, 110.0, 1001.0]
 
 
-def different_groups():
+@pytest.mark.on_ranks(3, backend="gloo")
+def test_ranks_that_form_different_groups_all_get_an_error():
     ranks = [0, 1] if dist.get_rank() == 0 else [0, 1, 2]
     with pytest.raises(MismatchError, match="different groups under one name"):
         dist.new_group(ranks, backend="shm")
     group = dist.new_group(backend="shm")
     assert group.size() == 3
-
-
-def test_ranks_that_form_different_groups_all_get_an_error():
-    run_ranks(different_groups, 3, backend="gloo", timeout=60)
 
 
 def test_a_name_is_used_again_by_more_ranks():

@@ -59,7 +59,10 @@ def test_every_combination_of_sizes(size):
     assert all("number of elements: rank" in text for text in refused)
 
 
-def long_blocks(sizes):
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [[90_000] * 3, [0, 90_000, 5], [900_000, 3, 2_000_000]])
+@pytest.mark.on_ranks(3)
+def test_long_blocks(sizes):
     """Beyond what travels with headers, in ordinary memory and where ranks share it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = shm.empty(sizes[rank]) if rank % 2 else torch.empty(sizes[rank])
@@ -77,17 +80,8 @@ def long_blocks(sizes):
         assert torch.equal(out, values(rank, len(out)))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [[90_000] * 3, [0, 90_000, 5], [900_000, 3, 2_000_000]])
-def test_long_blocks(sizes):
-    run_ranks(long_blocks, 3, backend="shm", timeout=60, args=(sizes,))
-
-
-def other_root():
+@pytest.mark.on_ranks(2)
+def test_a_different_root_on_each_rank():
     with pytest.raises(MismatchError, match="gather's root: rank 0 has 0, rank 1 has 1"):
         gather([2, 2], [2, 2], dist.get_rank())
     assert gather([2, 2], [2, 2], 1)
-
-
-def test_a_different_root_on_each_rank():
-    run_ranks(other_root, 2, backend="shm", timeout=20)

@@ -22,8 +22,8 @@ from gradwire.testing import run_ranks
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(1200)]
 
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
-# the host of each rank: side by side, by turns, of unequal numbers
-LAYOUTS = ["AABB", "ABAB", "ABBB", "ABCA", "AABCB"]
+# the host of each rank: one for all, side by side, by turns, of unequal numbers
+LAYOUTS = ["AAA", "AABB", "ABAB", "ABBB", "ABCA", "AABCB"]
 SIZES = [0, 1, 3, 17, 900, 1025, 9_000, 70_001, 400_003]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]

@@ -41,7 +41,8 @@ def interrupted(handler, collective):
         assert time.monotonic() - started < SOON_S
 
 
-def destroyed_in_a_handler():
+@pytest.mark.on_ranks(2)
+def test_a_group_can_be_destroyed_in_a_signal_s_handler():
     group = dist.new_group(backend="shm")
     before = left_behind()
     waited_for = BarrierOptions()
@@ -61,11 +62,8 @@ def destroyed_in_a_handler():
             dist.all_reduce(torch.ones(3), group=group)
 
 
-def test_a_group_can_be_destroyed_in_a_signal_s_handler():
-    run_ranks(destroyed_in_a_handler, 2, backend="shm", timeout=30)
-
-
-def called_in_a_handler():
+@pytest.mark.on_ranks(2)
+def test_a_collective_in_a_signal_s_handler_is_refused_amid_another():
     group, seen = dist.new_group(backend="shm"), []
 
     def handler(*_):
@@ -85,11 +83,8 @@ def called_in_a_handler():
     assert x.tolist() == [2.0] * 3
 
 
-def test_a_collective_in_a_signal_s_handler_is_refused_amid_another():
-    run_ranks(called_in_a_handler, 2, backend="shm", timeout=30)
-
-
-def submitted_while_destroyed():
+@pytest.mark.on_ranks(2)
+def test_submitting_while_a_group_is_destroyed_ends():
     """Operations of another thread end, well or not, whenever the group goes."""
     for attempt in range(10):
         group, started, works = dist.new_group(backend="shm"), threading.Event(), []
@@ -118,11 +113,8 @@ def submitted_while_destroyed():
                 continue
 
 
-def test_submitting_while_a_group_is_destroyed_ends():
-    run_ranks(submitted_while_destroyed, 2, backend="shm", timeout=60)
-
-
-def aborted():
+@pytest.mark.on_ranks(2)
+def test_an_aborted_group_leaves_nothing_behind():
     dist.barrier()
     before = left_behind()
     for _ in range(3):
@@ -135,10 +127,6 @@ def aborted():
             group.allreduce([torch.ones(3)]).wait()
         del group
     assert left_behind() == before
-
-
-def test_an_aborted_group_leaves_nothing_behind():
-    run_ranks(aborted, 2, backend="shm", timeout=30)
 
 
 def burst(count):
@@ -158,7 +146,8 @@ def test_bursts_of_shared_tensors_need_no_descriptor_each():
     run_ranks(burst, 6, backend="shm", timeout=60, args=(60,))
 
 
-def given_back():
+@pytest.mark.on_ranks(2)
+def test_memory_of_shared_tensors_is_freed():
     dist.barrier()
     for _ in range(20):  # 20 times 64 MiB: the host would not have them all at the same time
         x = gradwire.shm.empty(16 << 20).fill_(1)
@@ -174,11 +163,8 @@ def given_back():
     assert max(held) < 200 << 20
 
 
-def test_memory_of_shared_tensors_is_freed():
-    run_ranks(given_back, 2, backend="shm", timeout=60)
-
-
-def crowded_send():
+@pytest.mark.on_ranks(2)
+def test_too_many_descriptors_in_flight_are_waited_for():
     """A message whose descriptor the kernel does not take at once is late; no rank is lost."""
     group, x = dist.group.WORLD, torch.ones(100_000)
     if dist.get_rank() == 0:
@@ -201,11 +187,8 @@ def crowded_send():
         assert x.eq(3).all()
 
 
-def test_too_many_descriptors_in_flight_are_waited_for():
-    run_ranks(crowded_send, 2, backend="shm", timeout=30)
-
-
-def forked():
+@pytest.mark.on_ranks(2)
+def test_writes_of_a_forked_child_are_private():
     x = gradwire.shm.empty(5000).fill_(7)
     dist.all_reduce(x)
     child = os.fork()
@@ -217,7 +200,3 @@ def forked():
     assert x.eq(14).all()
     dist.all_reduce(x)
     assert x.eq(28).all()
-
-
-def test_writes_of_a_forked_child_are_private():
-    run_ranks(forked, 2, backend="shm", timeout=30)

@@ -25,55 +25,49 @@ def operations(world, count):
     def scatter(sent, got):
         group.scatter([got], [list(sent)] if rank == 0 else [[]]).wait()
 
+    def all_to_all_single(sent, got):
+        dist.all_to_all_single(got, sent)
+
+    def all_gather(sent, got):
+        dist.all_gather(list(got), sent)
+
+    def reduce_scatter(sent, got):
+        dist.reduce_scatter(got, list(sent))
+
+    def half(x):  # from half a block on
+        return x.view(-1)[count // 2 :]
+
     return {
-        "all_to_all_single": (
-            lambda x: (x, x),
-            lambda sent, got: dist.all_to_all_single(got, sent),
-        ),
+        "all_to_all_single": (lambda x: (x, x), all_to_all_single),
         "all_to_all_single, shifted": (
             lambda x: (x.view(-1)[:shift], x.view(-1)[count:][:shift]),
-            lambda sent, got: dist.all_to_all_single(got, sent),
+            all_to_all_single,
+        ),
+        "all_to_all_single, by half a block": (
+            lambda x: (x.view(-1)[:shift], half(x)[:shift]),
+            all_to_all_single,
         ),
         "all_to_all": (
             lambda x: (x, x),
             lambda sent, got: dist.all_to_all(list(got), list(sent)),
         ),
-        "all_gather in place": (
-            lambda x: (x[rank], x),
-            lambda sent, got: dist.all_gather(list(got), sent),
-        ),
-        "all_gather elsewhere": (
-            lambda x: (x[another], x),
-            lambda sent, got: dist.all_gather(list(got), sent),
-        ),
+        "all_gather in place": (lambda x: (x[rank], x), all_gather),
+        "all_gather elsewhere": (lambda x: (x[another], x), all_gather),
+        "all_gather by half a block": (lambda x: (half(x)[:count], x), all_gather),
         "all_gather_into_tensor elsewhere": (
             lambda x: (x[another], x.view(-1)),
             lambda sent, got: dist.all_gather_into_tensor(got, sent),
         ),
-        "reduce_scatter in place": (
-            lambda x: (x, x[rank]),
-            lambda sent, got: dist.reduce_scatter(got, list(sent)),
-        ),
-        "reduce_scatter elsewhere": (
-            lambda x: (x, x[another]),
-            lambda sent, got: dist.reduce_scatter(got, list(sent)),
-        ),
+        "reduce_scatter in place": (lambda x: (x, x[rank]), reduce_scatter),
+        "reduce_scatter elsewhere": (lambda x: (x, x[another]), reduce_scatter),
         "reduce_scatter_tensor elsewhere": (
             lambda x: (x.view(-1), x[another]),
             lambda sent, got: dist.reduce_scatter_tensor(got, sent),
         ),
-        "all_to_all_single, by half a block": (
-            lambda x: (x.view(-1)[:shift], x.view(-1)[count // 2 :][:shift]),
-            lambda sent, got: dist.all_to_all_single(got, sent),
-        ),
-        "all_gather by half a block": (
-            lambda x: (x.view(-1)[count // 2 :][:count], x),
-            lambda sent, got: dist.all_gather(list(got), sent),
-        ),
-        "gather by half a block": (lambda x: (x.view(-1)[count // 2 :][:count], x), gather),
-        "scatter by half a block": (lambda x: (x, x.view(-1)[count // 2 :][:count]), scatter),
         "gather": (lambda x: (x[1], x), gather),
+        "gather by half a block": (lambda x: (half(x)[:count], x), gather),
         "scatter": (lambda x: (x, x[1]), scatter),
+        "scatter by half a block": (lambda x: (x, half(x)[:count]), scatter),
     }
 
 
@@ -100,7 +94,10 @@ def test_results_that_overlap_inputs(count, inside):
     assert run_ranks(overlapping, 3, backend="shm", timeout=40, args=(count, inside)) == [[]] * 3
 
 
-def windows(count, inside):
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+@pytest.mark.parametrize("count", [20_000, 1_300_000])
+@pytest.mark.on_ranks(2)
+def test_a_result_over_overlapping_blocks(count, inside):
     """Blocks that lie over each other, and a result in the place of this rank's own."""
     rng, world = random.Random(count), dist.get_world_size()
     for _ in range(4):
@@ -119,12 +116,9 @@ def windows(count, inside):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
-@pytest.mark.parametrize("count", [20_000, 1_300_000])
-def test_a_result_over_overlapping_blocks(count, inside):
-    run_ranks(windows, 2, backend="shm", timeout=40, args=(count, inside))
-
-
-def lists(count, inside):
+@pytest.mark.parametrize("count", [100, 200_000])
+@pytest.mark.on_ranks(2)
+def test_overlapping_tensors_of_a_list(count, inside):
     """A tensor that comes twice in a list, and windows of one: each sum is of what was there."""
     warnings.simplefilter("ignore")  # torch's, of the function's name
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -141,9 +135,3 @@ def lists(count, inside):
             if is_async:
                 work.wait()
             assert x.equal(world * start + sum(range(world)))
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
-@pytest.mark.parametrize("count", [100, 200_000])
-def test_overlapping_tensors_of_a_list(count, inside):
-    run_ranks(lists, 2, backend="shm", timeout=40, args=(count, inside))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -10,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +23,10 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import arrivals, message_ring, point_to_point, process_group, segment
-from gradwire.shm.arrivals import Mailbox
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
-
-SIZES = (0, 1, 7, 1000, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES, 3 * RING_BYTES + 5)
-DTYPES = (torch.uint8, torch.float32, torch.complex64, torch.bool, torch.bfloat16)
 
 
 class Interruption(Exception):
@@ -43,14 +37,9 @@ def on_ranks(function, world=2, **options):
     return run_ranks(function, world, backend="shm", timeout=20, **options)
 
 
-def content(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    whole = nbytes // dtype.itemsize * dtype.itemsize
-    data = torch.arange(number, number + whole, dtype=torch.int64).remainder(251).to(torch.uint8)
-    return data.bool() if dtype == torch.bool else data.view(dtype)
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+def content(number: int, nbytes: int) -> torch.Tensor:
+    data = torch.arange(number, number + nbytes, dtype=torch.int64)
+    return data.remainder(251).to(torch.uint8)
 
 
 def store_of_the_group():
@@ -73,62 +62,8 @@ def taking_nothing(source):
 # -- orders ----------------------------------------------------------------------------------
 
 
-def random_messages(seed):
-    """All send what the seed says; receives are posted and waited for in any order that fits."""
-    rank, world, rng = dist.get_rank(), dist.get_world_size(), random.Random(seed)
-    plan = [
-        (i, *rng.sample(range(world), 2), rng.randrange(3), rng.choice(SIZES), rng.choice(DTYPES))
-        for i in range(30)
-    ]
-    own = random.Random(1000 * seed + rank)
-    sends = [m for m in plan if m[1] == rank]
-    receives = [m for m in plan if m[2] == rank]
-    own.shuffle(receives)
-    for source in range(world):
-        for tag in range(3):  # of one source and tag in the order of sending
-            places = [i for i, m in enumerate(receives) if (m[1], m[3]) == (source, tag)]
-            for place, m in zip(places, sorted(receives[i] for i in places), strict=True):
-                receives[place] = m
-    waiting = []
-    while sends or receives or waiting:
-        what = own.choice(
-            [
-                w
-                for w in ("send", "receive", "wait")
-                if (sends, receives, waiting)[("send", "receive", "wait").index(w)]
-            ]
-        )
-        if what == "send":
-            number, _, to, tag, nbytes, dtype = sends.pop(0)
-            dist.isend(content(number, nbytes, dtype), to, tag=tag)
-        elif what == "receive":
-            m = receives.pop(0)
-            expected = content(m[0], m[4], m[5])
-            x = torch.empty_like(expected)
-            if x.numel() % 2 == 0 and own.random() < 0.3:
-                x = torch.empty(2, x.numel() // 2, dtype=x.dtype).t()  # not contiguous
-                expected = expected.view(x.shape)
-            waiting.append((dist.irecv(x, m[1], tag=m[3]), x, expected))
-        elif not sends:  # or ranks would wait for what is sent after
-            work, x, expected = waiting.pop(own.randrange(len(waiting)))
-            if own.random() < 0.2:
-                time.sleep(0.002)
-            if not receives:
-                work.wait()
-            elif not work.is_completed():
-                waiting.append((work, x, expected))
-                continue
-            assert same_bits(x.contiguous(), expected.contiguous())
-
-
-@pytest.mark.narrow({"seed": [0, 1, 2]}, {"seed": 3, "world": 3})
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("seed", range(20))
-def test_random_messages(seed, world):
-    on_ranks(random_messages, world, args=(seed,))
-
-
-def both_send_first():
+@pytest.mark.on_ranks(2)
+def test_a_send_waits_for_no_receive():
     peer = 1 - dist.get_rank()
     xs = [torch.full((RING_BYTES,), i, dtype=torch.uint8) for i in range(4)]
     for x in xs:
@@ -137,10 +72,6 @@ def both_send_first():
         y = torch.empty_like(x)
         dist.recv(y, peer)
         assert y.equal(x)
-
-
-def test_a_send_waits_for_no_receive():
-    on_ranks(both_send_first)
 
 
 # -- a full ring -----------------------------------------------------------------------------
@@ -161,16 +92,16 @@ def to_a_busy_receiver(sizes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(message_ring.Outgoing, "_send_rest", counted)
             for number, nbytes in enumerate(sizes):
-                dist.send(content(number, nbytes, torch.uint8), 1)
+                dist.send(content(number, nbytes), 1)
         store.set("sent", "")
-        dist.send(content(99, 5, torch.uint8), 1)
+        dist.send(content(99, 5), 1)
         return len(rests)
     dist.recv(torch.zeros(1), 0)
     with taking_nothing(0):
         store.set("busy", "")
         store.wait(["sent"], timedelta(seconds=20))
     for number, nbytes in [*enumerate(sizes), (99, 5)]:
-        expected = content(number, nbytes, torch.uint8)
+        expected = content(number, nbytes)
         x = torch.empty_like(expected)
         dist.recv(x, 0)
         assert x.equal(expected)
@@ -198,7 +129,7 @@ def interrupted_receives(count):
     if dist.get_rank() == 0:
         for number in range(count):
             with suppress(PeerLostError):  # at the end, if the receiver has left
-                dist.send(content(number, 5 * SLOT_BYTES + number, torch.uint8), 1)
+                dist.send(content(number, 5 * SLOT_BYTES + number), 1)
         return ""
     waiting = False
 
@@ -208,7 +139,7 @@ def interrupted_receives(count):
 
     signal.signal(signal.SIGALRM, interrupt)
     for number in range(count):
-        expected = content(number, 5 * SLOT_BYTES + number, torch.uint8)
+        expected = content(number, 5 * SLOT_BYTES + number)
         x = torch.empty_like(expected)
         work = dist.irecv(x, 0)
         arrived = False
@@ -233,48 +164,13 @@ def test_interrupted_receives_lose_nothing_silently():
     assert not ended or "could not be handled (Interruption" in ended
 
 
-def ready_messages():
-    """What is there is taken at once, unless something that came before it fits."""
-    x = torch.tensor(-1)
-    if dist.get_rank() == 0:
-        dist.send(x, 1)  # the receiver finds the ring
-    else:
-        dist.recv(x, 0)
-    return [in_order(), in_order()]
-
-
-def in_order():
-    """What came, and the tags of the receives that were posted."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for number, tag in enumerate([1, 2, 1, 2, 3]):
-            dist.send(torch.tensor(number), 1, tag=tag)
-        dist.barrier()
-        return [], []
-    dist.barrier()
-    x, posts, post = torch.tensor(-1), [], Mailbox.post
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mailbox, "post", lambda box, r: posts.append(r.tag) or post(box, r))
-        received = []
-        for tag in (1, 1, 2, 2, 3):
-            dist.recv(x, 0, tag=tag)
-            received.append(x.item())
-    return received, posts
-
-
-def test_messages_are_received_in_order():
-    received, posted = zip(*on_ranks(ready_messages)[1], strict=True)
-    # tag 2 of the second message is kept while the third is taken; the fourth follows it
-    assert received == ([0, 2, 1, 3, 4],) * 2
-    # the first time, the links' thread may be about to look, as it was woken
-    assert posted[1] == [1, 2]
-
-
-def interrupted_send(at):
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+@pytest.mark.on_ranks(2)
+def test_an_interrupted_send(at):
     """It is sent all the same, and so is what comes after it."""
     sizes = [10, 5 * SLOT_BYTES, 10, 3 * RING_BYTES]
     if dist.get_rank() == 0:
-        dist.send(content(0, sizes[0], torch.uint8), 1)
+        dist.send(content(0, sizes[0]), 1)
         put, calls = MessageRing.put, []
 
         def interrupted(ring, head, source):
@@ -288,14 +184,14 @@ def interrupted_send(at):
         MessageRing.put = interrupted
         try:
             with pytest.raises(Interruption):
-                dist.send(content(1, sizes[1], torch.uint8), 1)
+                dist.send(content(1, sizes[1]), 1)
         finally:
             MessageRing.put = put
         for number in (2, 3):
-            dist.send(content(number, sizes[number], torch.uint8), 1)
+            dist.send(content(number, sizes[number]), 1)
     else:
         for number, nbytes in enumerate(sizes):
-            expected = content(number, nbytes, torch.uint8)
+            expected = content(number, nbytes)
             x = torch.empty_like(expected)
             dist.recv(x, 0)
             assert x.equal(expected)
@@ -308,7 +204,7 @@ def interrupted_waits(count):
         dist.send(torch.zeros(1), 1)
         for number in range(count):
             store_of_the_group().wait([f"waiting {number}"], timedelta(seconds=20))
-            dist.send(content(number, 3 * SLOT_BYTES, torch.uint8), 1)
+            dist.send(content(number, 3 * SLOT_BYTES), 1)
         return
     dist.recv(torch.zeros(1), 0)
     wait, told = MessageRing.wait, []
@@ -321,9 +217,9 @@ def interrupted_waits(count):
             raise Interruption
         told.append(1)
 
-    expected = content(0, 0, torch.uint8)
+    expected = content(0, 0)
     for number in range(count):
-        expected = content(number, 3 * SLOT_BYTES, torch.uint8)
+        expected = content(number, 3 * SLOT_BYTES)
         x = torch.empty_like(expected)
         work = dist.irecv(x, 0)
         MessageRing.wait = interrupted
@@ -340,11 +236,6 @@ def interrupted_waits(count):
 
 def test_interrupted_waits_lose_nothing():
     on_ranks(interrupted_waits, args=(20,))
-
-
-@pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_an_interrupted_send(at):
-    on_ranks(interrupted_send, args=(at,))
 
 
 def at_the_end_of_a_wait(patch):
@@ -408,7 +299,10 @@ def as_nobody_wants(patch):
     return futures[0]
 
 
-def told_after(what):
+@pytest.mark.wide
+@pytest.mark.parametrize("what", [at_the_end_of_a_wait, amid_a_look, as_nobody_wants])
+@pytest.mark.on_ranks(2)
+def test_signal_handlers_make_no_receive_miss_its_message(what):
     exchange_first()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -429,17 +323,10 @@ def told_after(what):
     dist.barrier()
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("what", [at_the_end_of_a_wait, amid_a_look, as_nobody_wants])
-def test_signal_handlers_make_no_receive_miss_its_message(what):
-    on_ranks(told_after, args=(what,))
-
-
-def in_a_handler():
+@pytest.mark.on_ranks(2)
+def test_a_signal_s_handler_amid_a_message():
     """A handler that sends amid a send, and one that receives amid a receive."""
-    peer = 1 - dist.get_rank()
-    dist.send(torch.zeros(1), peer)
-    dist.recv(torch.empty(1), peer)
+    exchange_first()
     if dist.get_rank() == 0:
         put, nested = MessageRing.put, []
 
@@ -475,10 +362,6 @@ def in_a_handler():
         dist.recv(torch.empty(1), 0)  # only then
         dist.send(torch.zeros(1), 0)
     dist.barrier()
-
-
-def test_a_signal_s_handler_amid_a_message():
-    on_ranks(in_a_handler)
 
 
 # -- deaths and mistakes ---------------------------------------------------------------------
@@ -584,12 +467,12 @@ def test_a_receive_from_any_rank_takes_the_last_message_of_all():
     assert on_ranks(received_from_any_rank_as_all_leave, 3)[0] == 20
 
 
-def times_out_amid_a_message():
+@pytest.mark.wide
+@pytest.mark.on_ranks(2)
+def test_a_time_limit_that_is_over_amid_a_message():
     """Another receive gets the message: nothing writes to the first one's tensor any more."""
     store = store_of_the_group()
-    peer = 1 - dist.get_rank()
-    dist.send(torch.zeros(1), peer)
-    dist.recv(torch.empty(1), peer)
+    exchange_first()
     if dist.get_rank() == 0:
         put = MessageRing.put
 
@@ -621,11 +504,6 @@ def times_out_amid_a_message():
     dist.barrier()
 
 
-@pytest.mark.wide
-def test_a_time_limit_that_is_over_amid_a_message():
-    on_ranks(times_out_amid_a_message)
-
-
 def given_up(src):
     """A receive whose time was over has ended: each wait says so, none waits for ever."""
     if dist.get_rank() == 0:
@@ -653,7 +531,9 @@ def test_a_receive_that_was_given_up_is_waited_for_again(src):
     assert on_ranks(given_up, args=(src,))[0] == (0, 1)
 
 
-def waited_for_with_no_time():
+@pytest.mark.wide
+@pytest.mark.on_ranks(2)
+def test_a_message_that_has_arrived_counts_whatever_the_time_limit():
     peer = exchange_first()
     dist.barrier()  # nobody waits: what is sent from here on stays in the ring
     store = store_of_the_group()
@@ -669,16 +549,9 @@ def waited_for_with_no_time():
     dist.barrier()
 
 
-@pytest.mark.wide
-def test_a_message_that_has_arrived_counts_whatever_the_time_limit():
-    on_ranks(waited_for_with_no_time)
-
-
 def nonsense(fields):
     """What a peer wrote is checked before it is used."""
-    peer = 1 - dist.get_rank()
-    dist.send(torch.zeros(1), peer)
-    dist.recv(torch.empty(1), peer)
+    exchange_first()
     if dist.get_rank() == 0:
         pack = message_ring._HEAD.pack_into
 
@@ -705,10 +578,6 @@ def nonsense(fields):
 )
 def test_invalid_fragments_are_refused(fields):
     assert "rank 0 sent" in on_ranks(nonsense, args=(fields,))[1]
-
-
-def test_patience_is_longer_than_python_s_switch_of_threads():
-    assert message_ring._PATIENCE > 0.005
 
 
 # -- what must not make a receiver wait --------------------------------------------------------
@@ -743,7 +612,8 @@ def test_no_memory_for_a_message_ends_its_receive():
     assert all("no memory for a message" in text for text in on_ranks(huge)[1])
 
 
-def rest_without_memory():
+@pytest.mark.on_ranks(2)
+def test_a_rest_for_which_the_sender_has_no_memory():
     exchange_first()
     store = store_of_the_group()
     if dist.get_rank() == 0:
@@ -763,10 +633,6 @@ def rest_without_memory():
         store.wait(["tried"], timedelta(seconds=20))
     with pytest.raises(DistributedError, match="not enough memory"):
         dist.irecv(torch.zeros(RING_BYTES), 0).wait(timedelta(seconds=3))
-
-
-def test_a_rest_for_which_the_sender_has_no_memory():
-    on_ranks(rest_without_memory)
 
 
 def sends_to_a_stuck_receiver():
@@ -802,7 +668,9 @@ def test_the_patience_is_not_for_each_message():
     assert waits == [message_ring._GLANCE, message_ring._PATIENCE]
 
 
-def aborted_before_it_is_posted(src):
+@pytest.mark.parametrize("src", [None, 1])
+@pytest.mark.on_ranks(2)
+def test_a_receive_that_is_posted_as_the_group_is_aborted(src):
     group = shm_backend_of(dist.group.WORLD)
     if dist.get_rank() == 1:
         store_of_the_group().wait(["over"], timedelta(seconds=20))
@@ -821,11 +689,6 @@ def aborted_before_it_is_posted(src):
     with pytest.raises(BrokenGroupError):
         work.wait(timedelta(seconds=3))
     store_of_the_group().set("over", "")
-
-
-@pytest.mark.parametrize("src", [None, 1])
-def test_a_receive_that_is_posted_as_the_group_is_aborted(src):
-    on_ranks(aborted_before_it_is_posted, args=(src,))
 
 
 def sends_while_a_ring_is_made():
@@ -871,39 +734,6 @@ def incoming_when_reading_begins():
 def test_nothing_is_read_before_the_group_is_formed():
     """A peer's first message finds who takes it."""
     assert on_ranks(incoming_when_reading_begins) == [([False], True)] * 2
-
-
-def memory_of_ended_groups():
-    """Shared memory and descriptors of it, without any collection of garbage."""
-
-    def held():
-        names = [
-            os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()
-        ]
-        return sum("memfd" in n for n in names), Path("/proc/self/maps").read_text().count("memfd")
-
-    gc.collect()
-    gc.disable()
-    counts = []
-    try:
-        for _ in range(3):
-            group, peer = dist.new_group(backend="shm"), 1 - dist.get_rank()
-            work = dist.irecv(torch.zeros(1), peer, group=group)
-            dist.send(torch.ones(1), peer, group=group)
-            work.wait()
-            dist.barrier()
-            dist.destroy_process_group(group)
-            del group, work
-            dist.barrier()
-            counts.append(held())
-    finally:
-        gc.enable()
-    return counts
-
-
-def test_rings_end_with_their_group():
-    for counts in run_ranks(memory_of_ended_groups, 2, backend="gloo", timeout=60):
-        assert len(set(counts)) == 1, counts
 
 
 def polled_between_hosts():

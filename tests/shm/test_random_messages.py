@@ -20,6 +20,7 @@ from gradwire.testing import run_ranks
 
 SHORT = (0, 1, 7, 1000, SLOT_BYTES - 1)
 LONG = (SLOT_BYTES, SLOT_BYTES + 1, 3 * SLOT_BYTES + 5, (SLOTS + 1) * SLOT_BYTES)
+DTYPES = (torch.uint8, torch.float32, torch.complex64, torch.bool, torch.bfloat16)
 LIMIT = timedelta(seconds=30)
 
 
@@ -31,7 +32,12 @@ class Sent(NamedTuple):
     nbytes: int
 
     def data(self) -> Tensor:
-        return ((torch.arange(self.nbytes) + 1) * (self.number + 3) % 251).to(torch.uint8)
+        """Of every dtype; each third message is a transposed matrix, if it has an even size."""
+        dtype = DTYPES[self.number % len(DTYPES)]
+        whole = self.nbytes // dtype.itemsize * dtype.itemsize
+        data = ((torch.arange(whole) + 1) * (self.number + 3) % 251).to(torch.uint8)
+        x = data.bool() if dtype == torch.bool else data.view(dtype)
+        return x.view(2, -1).t() if self.number % 3 == 0 and len(x) % 2 == 0 else x
 
 
 def planned(seed: int, world: int) -> list[Sent]:
@@ -58,11 +64,13 @@ def wait_by_future(work: dist.Work) -> None:
 
 def received(draw: random.Random, message: Sent) -> Callable[[], None]:
     """Receive a message at once or later; returns what has to be called at the end."""
-    x = torch.full((message.nbytes,), 255, dtype=torch.uint8)
+    expected = message.data()
+    x = torch.empty_like(expected).fill_(1)
 
     def check(wait: Callable[[], object] = bool) -> None:
         wait()
-        assert torch.equal(x, message.data()), message
+        got, wanted = (each.contiguous().view(torch.uint8) for each in (x, expected))
+        assert torch.equal(got, wanted), message
 
     how = draw.choice(["recv", "recv", "poll", "future", "later", "thread"])
     if how == "recv":

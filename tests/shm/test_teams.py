@@ -35,7 +35,7 @@ def test_every_rank_sees_the_same_teams(hosts):
     reached = [[r for r in range(rank) if hosts[r] == hosts[rank]] for rank in range(len(hosts))]
     ranks = find_teams(reached)
     for rank in range(len(hosts)):
-        teams = Teams.of(ranks, rank)
+        teams = Teams(ranks, rank)
         assert teams.own[teams.place] == rank
         assert sorted([teams.team, *teams.others]) == list(range(teams.count))
         assert 1 <= teams.owners <= len(teams.own)

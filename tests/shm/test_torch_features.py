@@ -51,7 +51,8 @@ def test_torch_s_ddp(world):
     run_ranks(torch_ddp, world, backend="shm", timeout=30)
 
 
-def fsdp():
+@pytest.mark.on_ranks(2)
+def test_fsdp2():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -67,11 +68,8 @@ def fsdp():
     torch.testing.assert_close(got, expected)
 
 
-def test_fsdp2():
-    run_ranks(fsdp, 2, backend="shm", timeout=30)
-
-
-def functional():
+@pytest.mark.on_ranks(2)
+def test_functional_collectives():
     from torch.distributed import _functional_collectives as ops
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -91,11 +89,15 @@ def functional():
     assert moved[:, 0].tolist() == [float(r) for r in range(world) for _ in range(4)]
 
 
-def test_functional_collectives():
-    run_ranks(functional, 2, backend="shm", timeout=30)
+@pytest.mark.wide
+@pytest.mark.parametrize("body", [test_fsdp2, test_functional_collectives])
+def test_over_two_hosts(body):
+    run_ranks(body, 4, hosts=(2, 2), timeout=60)
 
 
-def dtensor():
+@pytest.mark.wide
+@pytest.mark.on_ranks(4)
+def test_dtensor_on_a_mesh():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -107,11 +109,6 @@ def dtensor():
     torch.testing.assert_close((left @ right).full_tensor(), x @ y)
     moved = left.redistribute(mesh, [Shard(1), Replicate()])
     torch.testing.assert_close(moved.full_tensor(), x)
-
-
-@pytest.mark.wide
-def test_dtensor_on_a_mesh():
-    run_ranks(dtensor, 4, backend="shm", timeout=30)
 
 
 def checkpoint(path):
@@ -131,20 +128,3 @@ def checkpoint(path):
 
 def test_checkpoints(tmp_path):
     run_ranks(checkpoint, 2, backend="shm", timeout=30, args=(str(tmp_path),))
-
-
-def inference_tensors():
-    with torch.inference_mode():
-        x = torch.ones(3)
-        dist.all_reduce(x)
-        dist.all_reduce(x, async_op=True).wait()
-        gathered = torch.empty(6)
-        dist.all_gather_into_tensor(gathered, x)
-    dist.all_reduce(x)  # Gloo does not mind where it is called either
-    assert x.tolist() == [8.0] * 3
-    assert gathered.tolist() == [4.0] * 6
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_tensors_of_inference_mode(backend):
-    run_ranks(inference_tensors, backend=backend, timeout=30)

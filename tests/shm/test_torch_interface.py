@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
-from gradwire.shm import semaphores
 from gradwire.shm.message_ring import MessageRing
 from gradwire.shm.regions import Ring
 from gradwire.shm.register import shm_backend_of
@@ -94,7 +93,8 @@ def test_torch_s_ddp_with_sparse_gradients():
     assert on_ranks(embeddings) == on_ranks(embeddings, backend="gloo")
 
 
-def absent():
+@pytest.mark.on_ranks(3)
+def test_monitored_barrier_names_missing_ranks():
     group, rank = dist.group.WORLD, dist.get_rank()
     group.monitored_barrier(SECOND * 30)
     if rank == 0:
@@ -109,10 +109,6 @@ def _links(group):
     return shm_backend_of(group).state.links
 
 
-def test_monitored_barrier_names_missing_ranks():
-    on_ranks(absent, 3)
-
-
 def one_tensor():
     x = torch.ones(2)
     dist.group.WORLD.allreduce(x).wait()  # as join() of torch's DDP calls it
@@ -124,7 +120,8 @@ def test_one_tensor_in_place_of_a_list(backend):
     assert on_ranks(one_tensor, backend=backend) == [[2.0, 2.0]] * 2
 
 
-def own_timeout():
+@pytest.mark.on_ranks(2)
+def test_the_group_s_timeout_can_be_set():
     group = dist.group.WORLD
     group.set_timeout(SECOND)
     if dist.get_rank() == 0:
@@ -133,10 +130,6 @@ def own_timeout():
     else:
         while not _links(group).lost:
             time.sleep(0.02)
-
-
-def test_the_group_s_timeout_can_be_set():
-    on_ranks(own_timeout)
 
 
 def end_beside_it(work):
@@ -180,37 +173,6 @@ def test_large_operations_of_a_thread_take_long_steps_on_all_ranks(world):
     assert all(on_ranks(large_beside_others, world))
 
 
-def large_while_the_main_thread_waits():
-    """Rank 0's thread begins it when the main thread waits for it."""
-    rank, x = dist.get_rank(), torch.full((3_000_000,), 1.0 + dist.get_rank())
-    store = dist.distributed_c10d._get_default_store()
-
-    def tell():
-        while semaphores.MainThread.awaited is None:
-            time.sleep(0.001)
-        store.set("waiting", "")
-
-    if rank == 0:
-        dist.barrier(async_op=True)
-        work = dist.all_reduce(x, async_op=True)
-        teller = threading.Thread(target=tell)
-        teller.start()
-        work.wait()
-        teller.join()
-    else:
-        store.wait(["waiting"], timedelta(seconds=20))
-        dist.barrier()
-        dist.all_reduce(x)
-    assert x.eq(3.0).all()
-    return [
-        len(region) >> 20 for region in shm_backend_of(dist.group.WORLD).state._staging.values()
-    ]
-
-
-def test_large_operations_of_a_thread_for_which_the_main_thread_waits_take_short_steps():
-    assert on_ranks(large_while_the_main_thread_waits, 2) == [[2], [2]]
-
-
 @pytest.mark.parametrize("slots", [1, 3, 6])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("pieces", [1, 2, 7])
@@ -227,7 +189,8 @@ def test_slots_are_reused_only_after_all_ranks_have_read_them(slots, stages, pie
             assert turn - at[piece - slots, stages - 1] > 0
 
 
-def copied_without_the_lock():
+@pytest.mark.on_ranks(2)
+def test_messages_are_copied_without_the_lock():
     rank, group = dist.get_rank(), dist.group.WORLD
     large, store = torch.full((1 << 20,), 3.0), dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -271,7 +234,3 @@ def late_wait(work, go_on):
     with pytest.raises(CollectiveTimeoutError):
         work.wait(timedelta(milliseconds=50))
     assert go_on.is_set()
-
-
-def test_messages_are_copied_without_the_lock():
-    on_ranks(copied_without_the_lock)

@@ -75,6 +75,14 @@ def mistakes():
             ArgumentError,
             "complex64",
         ),
+        (
+            lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG),
+            ArgumentError,
+            "AVG needs floating point",
+        ),
+        (lambda: dist.all_reduce(x, dist.ReduceOp.BOR), ArgumentError, "works on integers"),
+        (lambda: group.reduce([x.to_sparse()]), ArgumentError, "layout"),
+        (lambda: group.alltoall([x] * 2, [short] * 2), ArgumentTypeError, "one dtype"),
         (lambda: gradwire.shm.empty((2, -3)), ArgumentError, r"\(2, -3\)"),
         (lambda: gradwire.shm.empty(-1), ArgumentError, r"\(-1,\)"),
         (lambda: gradwire.shm.empty(2.5), ArgumentTypeError, r"2\.5"),
@@ -85,7 +93,8 @@ def mistakes():
     ]
 
 
-def refused_and_go_on():
+@pytest.mark.on_ranks(2)
+def test_mistakes_are_refused_and_the_group_goes_on():
     import warnings
 
     with warnings.catch_warnings():
@@ -97,10 +106,6 @@ def refused_and_go_on():
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [2, 2], number
-
-
-def test_mistakes_are_refused_and_the_group_goes_on():
-    run_ranks(refused_and_go_on, 2, backend="shm", timeout=20)
 
 
 def zeros_without_memory():

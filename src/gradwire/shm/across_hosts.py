@@ -111,12 +111,9 @@ class Team(SharedMemory):
             return
         shares = self._shares(piece)
         own = shares[self.rank]
-        if self._owners == self.size:
-            call = Call("reduce_scatter_single", piece.dtype, own.numel(), op)
-        else:
-            sends = tuple(share.numel() for share in shares)
-            receives = (own.numel(),) * self.size
-            call = Call("reduce_scatter", piece.dtype, 0, op, -1, sends, receives)
+        sends = tuple(share.numel() for share in shares)
+        receives = (own.numel(),) * self.size
+        call = Call("reduce_scatter", piece.dtype, 0, op, -1, sends, receives)
         self.reduce_scatter(call, shares, own, base=piece)
 
     def gather_shares(self, piece: Tensor) -> None:
@@ -128,11 +125,7 @@ class Team(SharedMemory):
             return
         shares = self._shares(piece)
         own = shares[self.rank]
-        if self._owners == self.size:
-            call = Call("all_gather_single", piece.dtype, own.numel())
-            self.exchange(call, [own], shares, base=own, shared=True)
-        else:
-            self.exchange_blocks("all_gather", [own], shares, base=own, shared=True)
+        self.exchange_blocks("all_gather", [own], shares, base=own, shared=True)
 
     def broadcast_from(self, place: int, flat: Tensor) -> None:
         """Copy a place's tensor to all others."""
@@ -208,6 +201,8 @@ class AcrossHosts:
     def __init__(self, rank: int, teams: Teams, team: Team, transport: Transport) -> None:
         self.rank, self.size = rank, sum(map(len, teams.ranks))
         self.teams, self.team, self.transport = teams, team, transport
+        self.take_waits, self.allocate = team.take_waits, team.allocate
+        self.close_in_child = team.close_in_child
         self.deadline = Deadline(None)
         self._mark = 0
         self._scratch: dict[int, Tensor] = {}
@@ -216,14 +211,6 @@ class AcrossHosts:
         """Begin an operation; see `GroupState.begin`."""
         self._mark, self.deadline = mark, Deadline(seconds)
         self.team.begin(0, seconds)
-
-    def take_waits(self) -> dict[int, int] | None:
-        """Return the waits for ranks of the team; see `GroupState.take_waits`."""
-        return self.team.take_waits()
-
-    def allocate(self, size: int) -> Tensor:
-        """Allocate bytes in memory that the team shares."""
-        return self.team.allocate(size)
 
     def is_agreed(self, error: MismatchError) -> bool:
         """Return True: unlike in `GroupState`, signal handlers' errors are not distinguished."""
@@ -244,10 +231,6 @@ class AcrossHosts:
         self.team.close()
         self.transport.close()
         self._scratch.clear()
-
-    def close_in_child(self) -> None:
-        """Close the inherited sockets in a forked child."""
-        self.team.close_in_child()
 
     def scratch(self, use: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return memory for one purpose within an operation, kept for later ones."""

@@ -170,26 +170,19 @@ class Assembly:
 
     def allocate(self) -> None:
         """Set `data`."""
-        if self.use_receive():
-            return
         elements = self.head.elements
+        if self.receive is not None:
+            x = self.receive.tensor
+            plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+            if plain and x.dtype == self.dtype and x.numel() == elements:
+                self._put_into(x)
+                return
         try:
             self._put_into(torch.empty(elements, dtype=self.dtype, device="cpu"))
         except (RuntimeError, MemoryError) as error:  # torch raises either
             raise DistributedError(
                 f"there is no memory for a message of {self.nbytes} bytes ({error})"
             ) from error
-
-    def use_receive(self) -> bool:
-        """Set `data` to the receive's tensor; return False if the message does not fit in place."""
-        if self.receive is None:
-            return False
-        x = self.receive.tensor
-        plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
-        fits = plain and x.dtype == self.dtype and x.numel() == self.head.elements
-        if fits:
-            self._put_into(x)
-        return fits
 
     def detach(self) -> None:
         """Continue without the receive, as if it had not been posted."""
@@ -210,7 +203,6 @@ class Arrivals:
 
     Attributes:
         ring: Ring of the sender, once this rank has found it.
-        ready: Target of the next message, before that arrives; see `get_ready`.
     """
 
     def __init__(self, source: int, links: Links, mailbox: Mailbox) -> None:
@@ -219,7 +211,6 @@ class Arrivals:
         self._rests: dict[int, tuple[Head, Tensor]] = {}
         self._expected = 0
         self._assembly: Assembly | None = None
-        self.ready: Assembly | None = None
         self._abandoned: deque[ShmWork] = deque()
 
     def add_rest(self, message: Message) -> None:
@@ -230,7 +221,7 @@ class Arrivals:
             return  # sent again after an interruption
         data = bytearray(message.data[REST.size :])
         if message.fd >= 0:
-            content = segment.map_tensor(message.fd)
+            content = segment.Mapping(message.fd).flat
         elif data:
             content = torch.frombuffer(data, dtype=torch.uint8)
         else:
@@ -292,23 +283,6 @@ class Arrivals:
         count_write(tensor)
         return True
 
-    def get_ready(self, work: ShmWork, tag: int) -> None:
-        """Determine the target of a message before it arrives, if its receive is waited for."""
-        # The first matching receive stays the first: others are posted after it.
-        if self._assembly is not None or self.ready is not None:
-            return
-        with self._links.lock:
-            receive = self._mailbox.find(self._source, tag)
-        if receive is None or receive.work is not work:
-            return
-        tensor = receive.tensor
-        piece = min(tensor.nbytes, SLOT_BYTES)
-        head = Head(self._expected, tag, NUMBERS[tensor.dtype], tensor.numel(), 0, piece)
-        ready = Assembly(head)
-        ready.receive = receive
-        if ready.use_receive():
-            self.ready = ready
-
     def _take_rest(self) -> bool:
         wanted = self._expected if self._assembly is None else self._assembly.head.message
         if (rest := self._rests.get(wanted)) is None:
@@ -349,23 +323,11 @@ class Arrivals:
         """Return the message that a piece belongs to."""
         assembly = self._assembly
         if assembly is None:
-            ready, self.ready = self.ready, None
-            if ready is not None and ready.head == head and self._claim(ready):
-                return ready
             assembly = self._assembly = Assembly(head)
             self._match(assembly)
         if assembly.data is None:
             assembly.allocate()
         return assembly
-
-    def _claim(self, ready: Assembly) -> bool:
-        """Begin an expected message; return True if its receive is still posted."""
-        self._assembly = ready  # first, as in `_match`
-        with self._links.lock:
-            posted = ready.receive is not None and self._mailbox.take(ready.receive)
-        if not posted:
-            self._assembly = None
-        return posted
 
     def _match(self, assembly: Assembly) -> None:
         """Find a message's receive, which `_fail` finishes if this is interrupted."""

@@ -21,8 +21,7 @@ COMPARED_BYTES = 7 * 8
 """Bytes that must be equal: six numbers that describe the call, and its mark."""
 _MARK = 6 * 8
 _LOCATION = struct.Struct("<2q")
-LOCATION = slice(_FIXED.size - _LOCATION.size, _FIXED.size)
-"""Bytes of the location of a rank's data."""
+_LOCATION_AT = _FIXED.size - _LOCATION.size
 TABLES_AT = _FIXED.size // 8
 """Index of the first number of a header's tables: the elements sent to each rank, then the elements
 expected from each rank."""
@@ -122,7 +121,7 @@ def read(buffer: memoryview) -> tuple[Call, Location]:
 
 def location_of(buffer: memoryview) -> Location:
     """Return the location in a header; faster than `read`."""
-    return Location._make(_LOCATION.unpack_from(buffer, LOCATION.start))
+    return Location._make(_LOCATION.unpack_from(buffer, _LOCATION_AT))
 
 
 def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:

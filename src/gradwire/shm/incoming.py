@@ -141,8 +141,8 @@ class Incoming:
             self._polling = lock
             return True
 
-    def wait(self, work: ShmWork, tag: int, deadline: Deadline) -> None:
-        """Wait at the ring until a receive of this tag is done or the deadline has passed."""
+    def wait(self, work: ShmWork, deadline: Deadline) -> None:
+        """Wait at the ring until a receive is done or the deadline has passed."""
         done = work.is_done
         while not (done() or deadline.over()):
             polling = self._polling
@@ -156,7 +156,7 @@ class Incoming:
                 with lock:
                     ring = self._arrivals.ring
                     if waits := ring is not None and self._enter(lock):
-                        self._wait_at(ring, work, tag, deadline)
+                        self._wait_at(ring, work, deadline)
                 if self._again:
                     self._poll()
             except BaseException:
@@ -190,7 +190,7 @@ class Incoming:
             if wanted is not bool(self._wanting):  # a signal handler has changed it meanwhile
                 self._update_sender()
 
-    def _wait_at(self, ring: MessageRing, work: ShmWork, tag: int, deadline: Deadline) -> None:
+    def _wait_at(self, ring: MessageRing, work: ShmWork, deadline: Deadline) -> None:
         arrivals = self._arrivals
 
         def over() -> bool:
@@ -203,13 +203,11 @@ class Incoming:
                 arrivals.take_all(over)
                 if over():
                     return
-                arrivals.get_ready(work, tag)
                 ring.wait(min(_POLL_SECONDS, _left(deadline)))
         finally:
             ring.stop_listening()
             # messages from here on wait for the next poll, or the sender wakes this rank if it is
             # wanted; a loss sets `_again`
-            arrivals.ready = None
             if arrivals.has_notices() or (self._wanting and ring.head() is not None):
                 limit = ring.taken + SLOTS
                 arrivals.take_all(lambda: ring.taken >= limit)

@@ -25,7 +25,6 @@ from gradwire.errors import CollectiveTimeoutError, DistributedError, MismatchEr
 from gradwire.shm.header import (
     COMPARED_BYTES,
     INLINE,
-    LOCATION,
     PRIVATE,
     Call,
     Location,
@@ -93,7 +92,6 @@ class GroupState:
         self._semaphores, self._headers = segment.semaphores, segment.headers
         self._placement = segment.placement
         self._compared = [[header[:COMPARED_BYTES] for header in half] for half in segment.headers]
-        self._located = [[header[LOCATION] for header in half] for half in segment.headers]
         self._tables = segment.tables
         self._semaphores.poll = self._check_peers
         self._inline = segment.inline
@@ -105,8 +103,13 @@ class GroupState:
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self.links.receive = self._receive
+        self.report_failure, self.close_in_child = (
+            self.links.report_failure,
+            self.links.close_in_child,
+        )
         self.other: Receive = lambda peer, message: None
         self._regions = Regions(self.links)
+        self.locate = self._regions.locate
         self._staging: dict[int, Tensor] = {}
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowded = self._spins == 1
@@ -196,10 +199,7 @@ class GroupState:
 
     def locations(self) -> list[Location]:
         """Return the announced location of each rank's data."""
-        headers, parts = self._headers[self._parity], self._located[self._parity]
-        if parts.count(parts[0]) == self.size:
-            return [location_of(headers[0])] * self.size
-        return [location_of(header) for header in headers]
+        return [location_of(header) for header in self._headers[self._parity]]
 
     def sends(self) -> list[list[int]]:
         """Return the announced number of elements from each rank for each, in calls with tables."""
@@ -212,14 +212,6 @@ class GroupState:
         # partners wait for each other alone: the other ranks need no core for the barrier
         peers = self._others if partners is None else partners
         self._semaphores.post(peers)
-        self._semaphores.wait(peers)
-
-    def post(self, peers: Sequence[int]) -> None:
-        """Signal peers, which wait for it, that this rank has finished reading their data."""
-        self._semaphores.post(peers)
-
-    def wait(self, peers: Sequence[int]) -> None:
-        """Wait until these peers have posted that they have finished reading this rank's data."""
         self._semaphores.wait(peers)
 
     def take_waits(self) -> dict[int, int] | None:
@@ -249,22 +241,14 @@ class GroupState:
             self._views[key] = views
         return views
 
-    def report_failure(self, reason: BaseException) -> None:
-        """Report to the other ranks that this one failed, so that none waits for it."""
-        self.links.report_failure(reason)
-
     def abort(self, error: DistributedError) -> None:
         """Make all waits of this rank fail; the first error counts."""
         self.links.aborted = self.links.aborted or error
 
-    def close_in_child(self) -> None:
-        """Close inherited sockets in a forked child."""
-        self.links.close_in_child()
-
     def close(self) -> None:
         """Leave the group."""
         self.links.close()
-        kept_views = (self._headers, self._compared, self._located, self._tables, self._inline)
+        kept_views = (self._headers, self._compared, self._tables, self._inline)
         for kept in (*kept_views, self._views):
             kept.clear()
         self._placement.close()
@@ -317,10 +301,6 @@ class GroupState:
             if 0 <= step - lag < posts:
                 self._semaphores.wait(peers)
 
-    def locate(self, tensor: Tensor) -> Location:
-        """Return the location of a tensor of this rank."""
-        return self._regions.locate(tensor)
-
     def at(
         self, rank: int, location: Location, dtype: torch.dtype, start: int, count: int
     ) -> Tensor:
@@ -342,13 +322,7 @@ class GroupState:
         """
         in_main = threading.current_thread() is threading.main_thread()
         beside_others = not (in_main or self.is_awaited())
-        number = ring_for(
-            nbytes,
-            ranks=self.size,
-            crowded=self._crowded,
-            beside_others=beside_others,
-            reduces=reduces,
-        )
+        number = ring_for(nbytes, self.size, self._crowded, beside_others, reduces)
         if sends:
             self._stage(number)
         return Location(PRIVATE, number)
@@ -363,11 +337,8 @@ class GroupState:
         """Return location and memory for data that is copied before `announce`."""
         # There are two halves, for even and odd collectives: peers may still read the data of the
         # last collective, but have finished with that of the one before it.
-        number, half = next(
-            (number, half)
-            for number, half in zip(UPFRONT, UPFRONT_BYTES, strict=True)
-            if nbytes <= half
-        )
+        sizes = zip(UPFRONT, UPFRONT_BYTES, strict=True)
+        number, half = next(pair for pair in sizes if nbytes <= pair[1])
         if number not in self._upfront:
             region = self.allocate(2 * half, number)
             self._upfront[number] = region.chunk(2)

@@ -316,7 +316,7 @@ class Outgoing:
             return
         fd = segment.create(content.nbytes)
         try:
-            segment.map_tensor(fd).copy_(content)
+            segment.Mapping(fd).flat.copy_(content)
             self._links.send(self._peer, Message(Kind.DATA, data=head, fd=fd), deadline)
         finally:
             os.close(fd)

@@ -29,7 +29,7 @@ from gradwire.shm.shm_group import UNOBSERVED, Group, State, kept
 from gradwire.shm.tensors import (
     check_parts,
     check_results,
-    check_sparse,
+    check_tensors,
     check_transfer,
     checksum,
     checksum_of,
@@ -110,7 +110,9 @@ class Operations(Group):
         """Set every rank's sparse COO tensor to the sum over all ranks, coalesced."""
         opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
-        check_sparse(tensor)
+        if getattr(tensor, "layout", None) is not torch.sparse_coo or not tensor.sparse_dim():
+            raise ArgumentError("allreduce_sparse takes a tensor in COO layout with a sparse dim")
+        check_tensors([tensor.detach()._values()])
         check_reduction(op, tensor.dtype)
         if op != SUM:
             raise ArgumentError("sparse tensors support only SUM: pass to_dense()")
@@ -162,16 +164,13 @@ class Operations(Group):
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
             out = only(results)
-            call = Call(
-                "reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self.state.size
-            )
+            receives = (out.numel(),) * self.state.size
+            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, receives)
             self.state.reduce_scatter(call, flats, out, base=common_base(flats))
 
         return self.submit_into(outputs, fill, opts, "reduce_scatter", blocks)
 
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
-    ) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Run `reduce_scatter` on the equal parts of a tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -248,9 +247,7 @@ class Operations(Group):
 
     allgather_coalesced = allgather
 
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
-    ) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Run `allgather` into the equal parts of one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -281,11 +278,9 @@ class Operations(Group):
         """Fill the root's list with all ranks' tensors, whose sizes may differ."""
         opts = opts or GatherOptions()
         root, source = self._root(opts.rootRank), only(inputs)
-        into = (
-            one_each(only(outputs), self.state.size, "gather_list")
-            if root == self.state.rank
-            else []
-        )
+        into: list[Tensor] = []
+        if root == self.state.rank:
+            into = one_each(only(outputs), self.state.size, "gather_list")
         check_transfer([source], into)
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
@@ -299,11 +294,9 @@ class Operations(Group):
         """Fill every rank's tensor with its entry of the root's list, whose sizes may differ."""
         opts = opts or ScatterOptions()
         root, output = self._root(opts.rootRank), only(outputs)
-        blocks = (
-            one_each(only(inputs), self.state.size, "scatter_list")
-            if root == self.state.rank
-            else []
-        )
+        blocks: list[Tensor] = []
+        if root == self.state.rank:
+            blocks = one_each(only(inputs), self.state.size, "scatter_list")
         check_transfer(blocks, [output])
 
         def fill(results: list[Tensor], flats: list[Tensor]) -> None:
@@ -423,7 +416,10 @@ def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None
     call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=described)
     state.exchange(call, [count], counts.split(1), shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(state, _keys(own), sizes)
+    own_keys = torch.zeros(own._nnz(), dtype=torch.int64)  # flat indices in the sparse dims
+    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
+        own_keys.mul_(length).add_(index)
+    keys = _gather(state, own_keys, sizes)
     values = _gather(state, own.values(), sizes)
     distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
@@ -438,14 +434,6 @@ def _all_reduce_sparse(state: State, size: int, tensor: Tensor, op: int) -> None
         tensor.copy_(result)
 
 
-def _keys(own: Tensor) -> Tensor:
-    """Return the flat index of each entry in the sparse dims."""
-    keys = torch.zeros(own._nnz(), dtype=torch.int64)
-    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
-        keys.mul_(length).add_(index)
-    return keys
-
-
 def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """Gather tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
@@ -453,7 +441,3 @@ def _gather(state: State, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
     flats = [tensor.view(-1) for tensor in each]
     state.exchange_blocks("all_gather", [flat], flats, shared=True)
     return each
-
-
-# torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="override,assignment"

@@ -90,7 +90,7 @@ class RingMessages:
         if src is not None and is_plain and self.incoming[src].take_now(tensor, tag):
             return ended(tensors, src)
         senders = list(self.incoming.values()) if src is None else [self.incoming[src]]
-        work = _ReceiveWork(tensors, group.seconds, self._links, self._mailbox, senders, tag)
+        work = _ReceiveWork(tensors, group.seconds, self._links, self._mailbox, senders)
         if entry is not None:
             record_completion(entry, _is_done(weakref.ref(work)))
         self._post(PostedReceive(src, tag, tensor.detach(), work), senders, work.posted)
@@ -144,18 +144,17 @@ class _ReceiveWork(ShmWork):
         links: Links,
         mailbox: Mailbox,
         senders: list[Incoming],
-        tag: int,
     ) -> None:
         super().__init__(tensors, seconds, callbacks_in_own_thread=True)
         self._links, self._mailbox = links, mailbox
-        self._senders, self._tag = senders, tag
+        self._senders = senders
         self.posted = time.monotonic()
 
     def _wait(self, seconds: float | None) -> bool:
         if len(self._senders) != 1:
             return wait_until(self.is_completed, seconds)
         self._senders[0].note_wait(self.posted)
-        self._senders[0].wait(self, self._tag, Deadline(seconds))
+        self._senders[0].wait(self, Deadline(seconds))
         return self.is_completed()  # messages that have arrived count even after the deadline
 
     def _on_timeout(self, error: CollectiveTimeoutError) -> None:
@@ -166,7 +165,7 @@ class _ReceiveWork(ShmWork):
         else:  # the message is arriving: the tensor is being written
             for sender in self._senders:
                 sender.abandon(self)
-            self.wait_until_done()
+            self._wait(None)
 
     def is_completed(self) -> bool:
         """Return True if it is done, with or without an error; polls for messages."""
@@ -270,16 +269,10 @@ class _TransferWork(ShmWork):
         if not self._completing.acquire(timeout=-1 if seconds is None else seconds):
             return False
         try:
-            if not self._done:
-                self._complete(seconds)
-        finally:
-            self._completing.release()
-        return True
-
-    def _complete(self, seconds: float | None) -> None:
-        source = -1
-        try:
+            if self._done:
+                return True
             self._transfer.wait(Deadline(seconds))
+            source = -1
             if self._flat is not None:
                 write_back(self._tensors[0], self._flat)
                 source = self._transfer.source()
@@ -288,6 +281,9 @@ class _TransferWork(ShmWork):
             self.finish(error)
         else:
             self.finish(source=source)
+        finally:
+            self._completing.release()
+        return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors."""

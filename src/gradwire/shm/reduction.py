@@ -15,7 +15,7 @@ from gradwire.recorder import Entry
 from gradwire.shm.header import INLINE, NUMBERS, PRIVATE, Call, Location
 from gradwire.shm.movement import Movement, block_start, copy_but, fill_slot, share
 from gradwire.shm.regions import USERS
-from gradwire.shm.tensors import copy, copy_to_all, count_write, overwrites
+from gradwire.shm.tensors import copy, count_write, overwrites
 
 
 def number_of(op: object) -> int:
@@ -152,33 +152,23 @@ class SharedMemory(Movement):
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """Reduce `flat` over all ranks, in place: on all ranks, or on the call's root only."""
-        if flat.nbytes > self.inline_bytes:
-            self.announce(call, self.stage(flat))
-            self.reduce_placed(call, flat)
+        gets_result = call.root in (-1, self.rank)
+        if flat.nbytes <= self.inline_bytes:
+            self.announce(call, Location(INLINE), [flat])
+            if gets_result:
+                reduce_into(flat, self.all_inline(flat.dtype, flat.numel()), call.op)
             return
-        self.announce(call, Location(INLINE), [flat])
-        if call.root in (-1, self.rank):
-            reduce_into(flat, self.all_inline(flat.dtype, flat.numel()), call.op)
-
-    def stage(self, flat: Tensor) -> Location:
-        """Return the location to announce of data to be reduced, which may be copied there."""
-        location = self.locate(flat)
-        if location.region == PRIVATE:
-            own = share(flat.numel(), self.rank, self.size)
-            location = self.location_for([flat], flat, own, reduces=True)
-        return location
-
-    def reduce_placed(self, call: Call, flat: Tensor) -> None:
-        """Run `reduce` for data not beside the header, after all ranks have announced it."""
+        own = share(flat.numel(), self.rank, self.size)
+        self.announce(call, self.location_for([flat], flat, own, reduces=True))
         locations = self.locations()
         first = min(location.region for location in locations)  # PRIVATE < upfront < USERS
         if first == PRIVATE:
-            self._reduce_through_slots(call, flat, gets_result=call.root in (-1, self.rank))
+            self._reduce_through_slots(call, flat, gets_result=gets_result)
         elif first < USERS:
             self._reduce_and_fetch(call, locations, flat)
         else:
             self._reduce_in_place(call, locations, flat)
-        if call.root == self.rank:
+        if gets_result:
             count_write(flat)  # other ranks may have written all of it, if its own share is empty
 
     def reduce_scatter(
@@ -248,18 +238,12 @@ class SharedMemory(Movement):
             flat[start:stop] if r == self.rank else self.at(r, at, flat.dtype, start, stop - start)
             for r, at in enumerate(locations)
         ]
-        if call.root >= 0:
-            for pieces in _in_pieces(tensors):
-                reduce_into(pieces[call.root], pieces, call.op)
-        else:
-            reduce_pieces = reducer(call.op, len(tensors))
-            copy_piece = copy_to_all(tensors[0], tensors[1:])
-            start = 0
-            for pieces in _in_pieces(tensors):
-                reduce_pieces(pieces[0], pieces)
-                nbytes = pieces[0].nbytes
-                copy_piece(start, nbytes)
-                start += nbytes
+        at = max(call.root, 0)
+        for pieces in _in_pieces(tensors):
+            reduce_into(pieces[at], pieces, call.op)
+            if call.root < 0:
+                for target in pieces[1:]:
+                    copy(target, pieces[0])
         self.sync()
 
     def _reduce_and_fetch(self, call: Call, locations: Sequence[Location], flat: Tensor) -> None:
@@ -323,11 +307,8 @@ class SharedMemory(Movement):
 # --- all_reduce of one tensor, with its setup cached ---
 
 
-class _Short:
+class KnownCall:
     """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header.
-
-    Args:
-        key: Kind of the calls; at most `inline_bytes`, not empty.
 
     Attributes:
         like: Recorder's entry of an earlier call.
@@ -335,43 +316,14 @@ class _Short:
 
     __slots__ = ("_exchange", "_reduce", "like")
 
-    def __init__(self, state: SharedMemory, key: Key) -> None:
-        shape, dtype, op = key
-        call = Call("all_reduce", dtype, shape.numel(), op)
+    def __init__(self, state: SharedMemory, call: Call, shape: torch.Size) -> None:
         self._exchange = state.short_exchange(call, shape)
-        self._reduce = reducer(op, state.size)
+        self._reduce = reducer(call.op, state.size)
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
         self._reduce(tensor, self._exchange(tensor))
-
-
-class _Long:
-    """all_reduce of ordinary tensors of one shape and dtype that are too long for the header.
-
-    Args:
-        key: Kind of the calls; more than `inline_bytes`.
-
-    Attributes:
-        like: Recorder's entry of an earlier call.
-    """
-
-    __slots__ = ("_call", "_state", "like")
-
-    def __init__(self, state: SharedMemory, key: Key) -> None:
-        shape, dtype, op = key
-        self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
-        self.like: Entry | None = None
-
-    def __call__(self, tensor: Tensor) -> None:
-        """Reduce a tensor, as a job of the group."""
-        flat = tensor.view(-1)
-        self._state.announce(self._call, self._state.stage(flat))
-        self._state.reduce_placed(self._call, flat)
-
-
-KnownCall = _Short | _Long
 
 
 class KnownCalls:
@@ -391,10 +343,9 @@ class KnownCalls:
         known = self._of.get(key)
         if known is None and tensor.dtype in NUMBERS:
             check_reduction(op, tensor.dtype)
-            nbytes = tensor.nbytes
-            if nbytes and key in self._of:
-                kind = _Short if nbytes <= self._state.inline_bytes else _Long
-                known = kind(self._state, key)
+            if key in self._of and 0 < tensor.nbytes <= self._state.inline_bytes:
+                call = Call("all_reduce", tensor.dtype, tensor.numel(), op)
+                known = KnownCall(self._state, call, tensor.shape)
             if len(self._of) >= _KEPT:
                 self._of.clear()
             self._of[key] = known

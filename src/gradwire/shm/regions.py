@@ -42,15 +42,7 @@ MESSAGE_RING = 1 << 40
 _KEPT_VIEWS = 64  # of each region
 _PIECE = struct.Struct("<qq")  # a region's offset in its rank's memory, and its bytes
 
-
-class _Mapped:
-    """A peer's region, and the views of its memory that were requested."""
-
-    __slots__ = ("flat", "views")
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.views: dict[tuple[torch.dtype, int, int], Tensor] = {}
+_Views = dict[tuple[torch.dtype, int, int], Tensor]
 
 
 class Regions:
@@ -71,7 +63,8 @@ class Regions:
         # the descriptor must be sent before any later region; an RLock, so that an allocation by a
         # signal handler amid another one raises instead of blocking
         self._lock, self._allocating = threading.RLock(), False
-        self._mapped: dict[tuple[int, int], _Mapped] = {}  # by peer and number
+        # peers' regions by peer and number, with the views of them that were requested
+        self._mapped: dict[tuple[int, int], tuple[Tensor, _Views]] = {}
         self._descriptors: dict[int, int] = {}  # by peer
 
     def allocate(self, size: int, deadline: Deadline, number: int | None = None) -> Tensor:
@@ -150,29 +143,29 @@ class Regions:
                 "check that all ranks run the same version of gradwire"
             )
         mapping = segment.Mapping(fd, None, offset, max(size, 1))
-        self._mapped[peer, message.number] = _Mapped(mapping.flat)
+        self._mapped[peer, message.number] = mapping.flat, {}
 
     def of_peer(self, peer: int, number: int, deadline: Deadline) -> Tensor:
         """Return a peer's region, waiting for it; see `_of_peer`."""
-        return self._of_peer(peer, number, deadline).flat
+        return self._of_peer(peer, number, deadline)[0]
 
     def view(
         self, peer: int, location: Location, dtype: torch.dtype, count: int, deadline: Deadline
     ) -> Tensor:
         """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`."""
         # Views are cached, as training uses the same ones in each step and making one takes 4 µs.
-        mapped = self._of_peer(peer, location.region, deadline)
+        flat, views = self._of_peer(peer, location.region, deadline)
         key = dtype, location.offset, count
-        view = mapped.views.get(key)
+        view = views.get(key)
         if view is None:
-            if len(mapped.views) == _KEPT_VIEWS:
-                mapped.views.clear()
+            if len(views) == _KEPT_VIEWS:
+                views.clear()
             end = location.offset + count * dtype.itemsize
             with torch.inference_mode(False):  # kept for calls outside of it
-                view = mapped.views[key] = mapped.flat[location.offset : end].view(dtype)
+                view = views[key] = flat[location.offset : end].view(dtype)
         return view
 
-    def _of_peer(self, peer: int, number: int, deadline: Deadline) -> _Mapped:
+    def _of_peer(self, peer: int, number: int, deadline: Deadline) -> tuple[Tensor, _Views]:
         """Return a peer's region; wait for it, as its message may not have been read yet."""
         found = self._mapped.get((peer, number))
         if found is not None:
@@ -250,7 +243,7 @@ _CROWD_BYTES = 512 << 20
 """Maximum memory of crowded ranks together; with more ranks, only threads use the last ring."""
 
 
-def ring_for(nbytes: int, *, ranks: int, crowded: bool, beside_others: bool, reduces: bool) -> int:
+def ring_for(nbytes: int, ranks: int, crowded: bool, beside_others: bool, reduces: bool) -> int:
     """Return the index in `RINGS` of the ring that a rank requests."""
     if nbytes > _LARGE and beside_others:
         return _LONGEST

@@ -224,7 +224,7 @@ def _form_group(
         peers, ranks = connect_all(store, rank, size, timeout, forming.identity, options.host)
         if len(ranks) == size > 1:
             return None
-        teams = Teams.of(ranks, rank)
+        teams = Teams(ranks, rank)
         places = {teams.own.index(peer): connection for peer, connection in peers.items()}
         if teams.count == 1:
             joined = join(rank, places, timeout.total_seconds())

@@ -19,7 +19,6 @@ import socket
 import struct
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from time import sleep
@@ -62,7 +61,7 @@ class Forming:
         time = own.add(f"times/{rank}", 1)
         self.identity = identity_of(self._members, time)
         self.store = self._store_of(self._members, time)
-        self._claim = {"members": self._members, "time": time, "forming": True}
+        self._claim: dict[str, Any] = {"members": self._members, "time": time, "forming": True}
         self._publish()
 
     def __enter__(self) -> Forming:
@@ -79,12 +78,9 @@ class Forming:
         """Return True if shm is available on all ranks."""
         self.store.set(f"available/{self._rank}", "yes" if available else "no")
         size = len(self._members)
-        try:
-            answers = values_of_ranks(
-                self.store, "available", size, _JOIN, timeout=timeout, check=self._check_members
-            )
-        except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(f"{error}{self._where_others_are()}") from error
+        answers = values_of_ranks(
+            self.store, "available", size, _JOIN, timeout=timeout, check=self._check_members
+        )
         for answer in answers:
             if answer.startswith(_MISMATCH):
                 raise MismatchError(answer.removeprefix(_MISMATCH).decode())
@@ -96,18 +92,15 @@ class Forming:
     def _publish(self) -> None:
         self._named.set(f"forms/{self._members[self._rank]}", json.dumps(self._claim))
 
-    def _others(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return members that have formed, or are forming, another group under this name."""
-        keys = [(member, f"forms/{member}") for member in self._members]
-        claims = [(m, json.loads(self._named.get(k))) for m, k in keys if self._named.check([k])]
-        return [(member, claim) for member, claim in claims if claim["members"] != self._members]
-
     def _check_members(self) -> None:
         """Raise on all ranks concerned if a member is forming another group."""
         own = self._members[self._rank]
-        for member, claim in self._others():
-            if not claim["forming"]:
-                continue  # perhaps in an earlier life of a store that outlives groups
+        for member in self._members:
+            key = f"forms/{member}"
+            claim = json.loads(self._named.get(key)) if self._named.check([key]) else self._claim
+            # one that is not forming is perhaps of an earlier life of a store that outlives groups
+            if claim["members"] == self._members or not claim["forming"]:
+                continue
             theirs = claim["members"]
             text = (
                 f"ranks form different groups under one name: rank {own} with ranks "
@@ -121,12 +114,6 @@ class Forming:
                 store = self._store_of(theirs, claim["time"])
                 store.set(f"available/{theirs.index(own)}", failed)
             raise MismatchError(text)
-
-    def _where_others_are(self) -> str:
-        others = [
-            f"rank {m} formed one with ranks {claim['members']}" for m, claim in self._others()
-        ]
-        return f"; under the same name, {', '.join(others)}" if others else ""
 
 
 _FAILED = b"failed: "
@@ -351,42 +338,26 @@ def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...
     return tuple(map(tuple, teams))
 
 
-@dataclass(frozen=True)
 class Teams:
     """Teams of a group, as one of its ranks sees them.
 
     Args:
         ranks: Ranks of each team, in order.
+        rank: Rank of this process.
+
+    Attributes:
         team: Index of this rank's team.
         place: Index of this rank in its team.
+        own: Ranks of this rank's team.
+        count: Number of teams.
+        others: Indices of the other teams, the next first: no two teams begin with the same one.
+        owners: Number of ranks per team that own a share of reduced data: size of the smallest.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
-    team: int
-    place: int
-
-    @classmethod
-    def of(cls, ranks: tuple[tuple[int, ...], ...], rank: int) -> Teams:
-        """Return the teams as this rank sees them."""
-        team = next(i for i, members in enumerate(ranks) if rank in members)
-        return cls(ranks, team, ranks[team].index(rank))
-
-    @property
-    def count(self) -> int:
-        """Number of teams."""
-        return len(self.ranks)
-
-    @property
-    def own(self) -> tuple[int, ...]:
-        """Ranks of this rank's team."""
-        return self.ranks[self.team]
-
-    @property
-    def others(self) -> list[int]:
-        """Indices of the other teams, the next first: no two teams begin with the same one."""
-        return [(self.team + i) % self.count for i in range(1, self.count)]
-
-    @property
-    def owners(self) -> int:
-        """Number of ranks per team that own a share of reduced data: size of the smallest team."""
-        return min(map(len, self.ranks))
+    def __init__(self, ranks: tuple[tuple[int, ...], ...], rank: int) -> None:
+        self.ranks, self.count = ranks, len(ranks)
+        self.team = next(i for i, members in enumerate(ranks) if rank in members)
+        self.own = ranks[self.team]
+        self.place = self.own.index(rank)
+        self.others = [(self.team + i) % self.count for i in range(1, self.count)]
+        self.owners = min(map(len, ranks))

@@ -141,11 +141,6 @@ class Mapping:
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def map_tensor(fd: int) -> Tensor:
-    """Return a descriptor's memory as a uint8 tensor."""
-    return Mapping(fd).flat
-
-
 _PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
 """Memory of users' tensors by address: memory, offset and size."""
 

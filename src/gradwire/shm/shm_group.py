@@ -225,7 +225,7 @@ class Group:
             return ended(tensors)
         work = ShmWork(tensors)
         try:
-            self._queue.submit(partial(self._run_queued, job, mark, seconds, entry), work)
+            self._queue.submit(partial(self._run, job, mark, seconds, entry), work)
             if wait:
                 work.wait()
         finally:
@@ -250,12 +250,9 @@ class Group:
                 self._release_if_left()
         return True
 
-    def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        self.check_usable()  # an earlier operation may have failed
-        self._run(job, mark, seconds, entry)
-
     def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
         """Run an operation; an error makes the group unusable."""
+        self.check_usable()  # an earlier operation may have failed
         state = self.state
         failure: BaseException | None = None
         if entry is not None:

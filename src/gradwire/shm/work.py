@@ -113,10 +113,6 @@ class ShmWork(Work):
             elif future is not None:
                 future.set_result(self._tensors)
 
-    def wait_until_done(self) -> None:
-        """Wait without a limit, for operations that no longer depend on other ranks."""
-        self._wait(None)
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the operation is done; a timeout of zero or less means the operation's own."""
         if not self._done:
