@@ -1,4 +1,4 @@
-"""Random calls over several hosts: the same as on Gloo, and what is told when a rank dies.
+"""Random calls on one host and on several: the same as on Gloo, and what a death causes.
 
 With GRADWIRE_LONG=1 in the environment: thousands of calls and a hundred deaths, some minutes.
 """
@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire.shm
 from gradwire.errors import BrokenGroupError, PeerLostError
 from gradwire.shm import Options
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
-pytestmark = [pytest.mark.wide, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
 # the host of each rank: one for all, side by side, by turns, of unequal numbers
@@ -55,10 +57,18 @@ class Call:
         self.dtype, self.count = draw.choice(FLOATS + INTEGERS), draw.choice(SIZES)
         self.op, self.root = draw.choice(OPS), draw.random()
         self.is_async, self.strided = draw.random() < 0.5, draw.random() < 0.3
+        self.inside = draw.choice(["none", "none", "one", "all"])
         self.cuts = [draw.choice([0, 1, 5, 300]) for _ in range(64)]
 
     def __repr__(self):
         return str(vars(self))
+
+    def placed(self, tensor, group):
+        """Return a copy in shared memory on the ranks that have it there."""
+        if self.inside == "none" or (self.inside == "one" and dist.get_rank(group)):
+            return tensor
+        inside = gradwire.shm.empty(tensor.shape, dtype=tensor.dtype, group=group)
+        return inside.copy_(tensor)
 
     def run(self, group, ranks, *, strided=True):
         world, me = len(ranks), dist.get_rank(group)
@@ -66,9 +76,10 @@ class Call:
         strided = strided and self.strided
         options = {"group": group, "async_op": self.is_async}
         x = laid_out(numbers(self.count, self.dtype, self.salt), strided)
+        x = x if strided else self.placed(x, group)
         blocks = [laid_out(numbers(self.count, self.dtype, i), strided) for i in range(world)]
         empty = [laid_out(torch.zeros(self.count, dtype=self.dtype), strided) for _ in ranks]
-        whole = numbers(self.count * world, self.dtype, self.salt)
+        whole = self.placed(numbers(self.count * world, self.dtype, self.salt), group)
         at_root = dist.get_rank() == root
         if self.name == "all_reduce":
             work, filled = dist.all_reduce(x, self.op, **options), [x]
@@ -110,14 +121,19 @@ def subsets(draw, world):
     return found
 
 
-def compared(layout, calls, seed):
+def compared(layout, calls, seed, crowded):
     """Run the calls on both; every rank makes them in the same order, and waits when it likes."""
+    usable = os.sched_getaffinity(0)
+    if crowded:  # all ranks on one core, by which their groups choose how to pass data
+        os.sched_setaffinity(0, {min(usable)})
+        dist.barrier()
     draw, own = random.Random(seed), random.Random(seed + dist.get_rank())
     options = Options(host=layout[dist.get_rank()])
     groups = []
     for ranks in subsets(draw, len(layout)):
         ours = dist.new_group(ranks, backend="shm", pg_options=options)
         groups.append((ranks, ours, dist.new_group(ranks, backend="gloo")))
+    assert not crowded or shm_backend_of(groups[0][1]).state._crowded
     flying = []
     for salt in range(calls):
         call, (ranks, ours, gloo) = Call(draw, salt), draw.choice(groups)
@@ -130,6 +146,7 @@ def compared(layout, calls, seed):
             check(*flying.pop(0))
     for entry in flying:
         check(*entry)
+    os.sched_setaffinity(0, usable)
 
 
 def check(call, ours, theirs):
@@ -141,11 +158,16 @@ def check(call, ours, theirs):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_calls_give_what_gloo_gives(layout):
+@pytest.mark.parametrize(
+    ("layout", "crowded"), [("AAA", True), *((layout, False) for layout in LAYOUTS)]
+)
+@pytest.mark.narrow({"layout": "AAA", "crowded": False})
+def test_random_calls_give_what_gloo_gives(layout, crowded):
     for seed in range(20 if LONG else 1):
         calls = 150 if LONG else 40
-        run_ranks(compared, len(layout), args=(layout, calls, seed), backend="gloo", timeout=100)
+        run_ranks(
+            compared, len(layout), args=(layout, calls, seed, crowded), backend="gloo", timeout=100
+        )
 
 
 def doomed(layout, seed):
@@ -171,6 +193,7 @@ def doomed(layout, seed):
     return taken
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_death_amid_random_calls_is_an_error_on_all():
     for seed in range(100 if LONG else 4):
