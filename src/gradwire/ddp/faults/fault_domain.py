@@ -262,17 +262,16 @@ class FaultDomain:
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
         """Raise the failure of the group that made a hook fail, or else the hook's own error."""
-        if failure := self.log.failure():
-            self.give_up(self.translate(failure, what), error)
+        self.raise_hidden(what, error)
         if isinstance(error, DistributedError):
             self.fail(error)
         text = f"{what}: the communication hook raised {type(error).__name__}: {error}"
         self.fail(HookError(text), error)
 
-    def raise_hidden(self, what: str) -> None:
-        """Raise a failure of the group that a hook's callback has ignored."""
+    def raise_hidden(self, what: str, error: Exception | None = None) -> None:
+        """Raise a failure of the group, which a hook's callback has ignored or made an error of."""
         if failure := self.log.failure():
-            self.give_up(self.translate(failure, what), failure)
+            self.give_up(self.translate(failure, what), error or failure)
 
     def translate(self, error: BaseException, what: str) -> DistributedError:
         """Translate a backend's failure of a collective in progress to a DistributedError."""

@@ -401,7 +401,18 @@ class Backward:
         with domain.lock:
             domain.poll_known(self)  # nothing is sent while ranks resynchronize
             domain.connect()
-            self._check_first()
+            # Ranks that have run out of input take part in the first backward of a forward only.
+            # Then they wait for the next forward, and do not resynchronize before it. As nothing
+            # was sent, ranks stay in step.
+            if self.shadowed and self.state is RUNNING_AGAIN:
+                self.bucket_set.take_back()
+                self.reset()
+                error = ReductionError(
+                    "a second backward of one forward in join(), for which ranks that have run out "
+                    "of input do not wait: run one backward of the sum of the losses"
+                )
+                record_error(error)
+                raise error
             while len(launched) < len(buckets):
                 bucket = buckets[len(launched)]
                 is_last = self._is_last(len(launched))
@@ -418,8 +429,8 @@ class Backward:
                 with _profiled("pack", bucket):
                     try:
                         bucket.copy_in()
-                    except (ReductionError, NotSupportedError) as error:
-                        domain.fail(error)
+                    except (ReductionError, NotSupportedError) as refused:
+                        domain.fail(refused)
                 if bucket.extra_numel:
                     self.tally().write(bucket.extra)
                 self.timer.comm_start = self.timer.comm_start or perf_counter_ns()
@@ -498,20 +509,6 @@ class Backward:
                     "input wait: run it under no_sync() or torch.no_grad(), or its backward first"
                 )
             )
-
-    def _check_first(self) -> None:
-        """Raise for a second backward of one forward, before its first message."""
-        # Ranks that have run out of input take part in the first one only. Then they wait for the
-        # next forward, and do not resynchronize before it. As nothing was sent, ranks stay in step.
-        if self.shadowed and self.state is RUNNING_AGAIN:
-            self.bucket_set.take_back()
-            self.reset()
-            error = ReductionError(
-                "a second backward of one forward in join(), for which ranks that have run out of "
-                "input do not wait: run one backward of the sum of the losses"
-            )
-            record_error(error)
-            raise error
 
     # -- end ---------------------------------------------------------------------------------
 

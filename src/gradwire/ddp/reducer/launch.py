@@ -95,9 +95,7 @@ class Launcher:
 
     def in_flight(self) -> list[Handle]:
         """Return the messages that may still be in flight."""
-        works = [w for launched in self.launched for w in launched.works]
-        futures = [launched.future for launched in self.launched if launched.future is not None]
-        return [*works, *futures]
+        return [h for one in self.launched for h in (*one.works, one.future) if h is not None]
 
     # -- buckets -----------------------------------------------------------------------------
 

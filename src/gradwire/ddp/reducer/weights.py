@@ -116,8 +116,6 @@ class Forwards:
         self._open.clear()
 
     def _gone(self) -> int:
-        if not self._open:  # the usual case
-            return 0
         return sum(ref() is None for number, ref in self._open.items() if number < self._reached)
 
 
