@@ -17,7 +17,7 @@ import random
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import links, worker
-from elastic.worker import BATCH, KINDS, LATE, POINTS, SAMPLES, Job
+from elastic.worker import BATCH, KINDS, LATE, SAMPLES, Plan
 from gradwire.elastic.shards import Samples, Shard
 
 LIMIT_SECONDS = 180.0
@@ -35,61 +35,6 @@ OPEN_AT_END = {"shm": 4, "gloo": 5}
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "torch._dynamo", "gradwire.elastic", "elastic.worker", "elastic.program"]
 CONTEXT.set_forkserver_preload(PRELOADED)  # the first optimizer of a process imports dynamo
-
-
-@dataclass
-class Plan:
-    """The faults of one run, all from its seed."""
-
-    seed: int
-    members: int
-    backend: str
-    reproducible: bool = True
-    kind: str = "plain"
-    steps: int = 12
-    pause: float = 0.001
-    self_kills: dict[int, tuple[str, int]] = field(default_factory=dict)  # by start order
-    from_outside: list[tuple[str, float]] = field(default_factory=list)  # one of FAULTS, seconds
-    restart: bool = True
-    apart: bool = False
-
-    @staticmethod
-    def random(
-        seed: int,
-        *,
-        reproducible: bool = True,
-        kind: str = "",
-        cuts: bool = False,
-        apart: bool = False,
-    ) -> Plan:
-        """1 to 3 faults: kills at named points, and kills and others at any time.
-
-        Args:
-            seed: Of all that is drawn.
-            reproducible: The run's.
-            kind: Of the model and its optimizer; "" to draw it.
-            cuts: True to draw connections that are reset, and members that join.
-            apart: True for members with networks of their own, which go down.
-        """
-        chance = random.Random(seed)
-        plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]), reproducible)
-        faults = ["KILL", "KILL", "STOP", *["RESET", "RESET", "STORE", "JOIN"] * cuts]
-        faults += ["DOWN"] * 4 * apart
-        for _ in range(chance.randint(1, 3)):
-            if chance.random() < 0.5:
-                victim = chance.randrange(plan.members + 1)  # the last is one that joins later
-                early = ("rendezvous", "form", "transfer")
-                point = chance.choice(POINTS)
-                times = 1 if point in early else chance.randint(1, 3 if point == "sent" else 20)
-                plan.self_kills[victim] = (point, times)
-            else:
-                fault = chance.choice(faults)
-                plan.from_outside.append((fault, chance.random() * (1.6 if cuts else 0.8)))
-        plan.restart = chance.random() < 0.8
-        plan.kind = kind or chance.choice(KINDS)
-        plan.apart = apart
-        plan.pause = 0.02  # a second for all steps: faults come in the middle of them
-        return plan
 
 
 class Failed(AssertionError):
@@ -111,29 +56,14 @@ class Members:
 
     def start(self) -> None:
         """Start one more."""
-        number = len(self.processes)
-        point, times = self.plan.self_kills.get(number, ("", 0))
-        plan = self.plan
-        job = Job(
-            self.store.port,
-            plan.members,
-            plan.backend,
-            plan.reproducible,
-            plan.kind,
-            plan.steps,
-            point,
-            times,
-            plan.pause,
-            links.STORE if plan.apart else "127.0.0.1",
-            plan.apart,
-        )
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=worker.main, args=(job, sender), daemon=True)
+        arguments = (self.plan, len(self.processes), self.store.port, sender)
+        process = CONTEXT.Process(target=worker.main, args=arguments, daemon=True)
         process.start()
         sender.close()
         self.processes.append(process)
         self.pipes.append(receiver)
-        if plan.apart:
+        if self.plan.apart:
             links.connect_network(process.pid)
 
     def running(self) -> list[int]:

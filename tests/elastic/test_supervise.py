@@ -87,76 +87,6 @@ if number == 0:
     assert supervised.text.count("waiting for process") == 1
 
 
-def test_a_process_that_outlives_the_grace_is_a_failure(supervised: Supervised) -> None:
-    program = "tell(finished=True)\nif number == 0: until('nothing')"
-    assert supervised(program, nproc=2, grace=0.0) == 1
-    assert "still running 0 s after another is done" in supervised.text
-
-
-def test_a_process_that_ends_early_does_not_end_the_others(supervised: Supervised) -> None:
-    program = """
-if number == 0:
-    sys.exit(0)
-until("start-1")
-if number == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-tell(finished=True)
-"""
-    assert supervised(program, nproc=2, grace=0.0) == 0
-    assert supervised.starts == 3
-    assert "was killed by SIGKILL; started process" in supervised.text
-
-
-def test_a_process_that_fails_after_its_run_is_done_is_a_failure(supervised: Supervised) -> None:
-    assert supervised("tell(finished=True); sys.exit(5 * number)", nproc=2) == 5
-    assert supervised.starts == 2
-    assert "ended with exit code 5; not restarted, because the run is done" in supervised.text
-
-
-def test_a_process_that_comes_when_the_run_is_done_is_not_started_again(
-    supervised: Supervised,
-) -> None:
-    program = "tell(over='done before'); sys.exit(1)"
-    assert supervised(program, nproc=2, max_restarts=20) == 1
-    assert supervised.starts == 2
-
-
-def test_an_error_that_repeats_at_one_step_ends_all_at_once(supervised: Supervised) -> None:
-    program = """
-until("start-1")
-tell(error="ValueError", message="bad data", step=3)
-sys.exit(1)
-"""
-    assert supervised(program, nproc=2, max_restarts=50) == 1
-    assert supervised.starts <= 4
-    assert "gave up after 2 restarts: every start ended with ValueError: bad data at step 3" in (
-        supervised.text
-    )
-
-
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("sys.exit(3)", "exit code 3"),
-        (
-            "tell(error='KeyError', message='a\\x1b[31m\\nb', step=None); sys.exit(3)",
-            r"KeyError: a\x1b[31m\nb",
-        ),
-    ],
-)
-def test_an_error_at_the_start_of_all_processes_ends_all(
-    supervised: Supervised, program: str, error: str
-) -> None:
-    command = [sys.executable, "-c", START.replace("tell(finished=False)", "") + program]
-    code = elastic.supervise(
-        [*command, str(supervised.folder)], nproc=2, max_restarts=50, log=supervised.lines.append
-    )
-    assert code == 3
-    assert supervised.starts <= 4
-    assert f"gave up after 2 restarts: every start ended with {error}; exit code" in supervised.text
-    assert all(line.isprintable() for line in supervised.lines)
-
-
 def test_the_end_names_the_last_failure_when_no_restarts_are_left(supervised: Supervised) -> None:
     program = "tell(member=7); sys.exit(number + 2)"
     assert supervised(program, nproc=1, max_restarts=1) == 3
@@ -181,16 +111,6 @@ tell(finished=True)
     assert supervised(program, nproc=2) == 0
     places = sorted(path.name.split("-")[1] for path in supervised.folder.glob("rank-*"))
     assert places == ["0", "1", "1"]
-
-
-def test_errors_at_other_steps_are_tried_again(supervised: Supervised) -> None:
-    program = """
-if number < 5:
-    tell(error="ValueError", message="bad luck", step=number // 2)
-    sys.exit(1)
-"""
-    assert supervised(program, nproc=2, max_restarts=50) == 0
-    assert supervised.starts == 7
 
 
 HANDLES = """
@@ -279,42 +199,6 @@ def test_arguments_that_cannot_be_used_are_usage_errors(
     assert message in capsys.readouterr().err
 
 
-# -- what a member finds ------------------------------------------------------------------------
-
-
-def join_after_the_end(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, launches: tuple[str | None, str | None]
-) -> tuple[str, int]:
-    for launch, join in zip(launches, (Membership, Membership), strict=True):
-        for name in LAUNCH_VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        if launch:
-            monkeypatch.setenv(LAUNCH_VARIABLES[1], launch)
-        member = join(store, 5.0, "run", "")
-        if member.has("finished"):
-            return member.why_over()
-        member.finish(1)
-    raise AssertionError("not done")
-
-
-@pytest.mark.parametrize("launches", [("a", "b"), (None, "a"), ("a", None), (None, None)])
-def test_a_second_training_on_a_store_is_told_so(
-    launches: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message, code = join_after_the_end(dist.HashStore(), monkeypatch, launches)
-    assert "the store has a run 'run' that was done before this process came" in message
-    assert "serve a new store or pass join(name=...)" in message
-    assert code == 1
-
-
-def test_a_process_that_is_started_again_after_the_end_has_not_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    message, code = join_after_the_end(dist.HashStore(), monkeypatch, ("a", "a"))
-    assert "the run's members are done" in message
-    assert code == 0
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_an_uncaught_run_over_error_ends_a_program_with_its_code(
     code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -381,3 +265,103 @@ def test_joining_a_dead_store_is_a_typed_error(
 ) -> None:
     with pytest.raises(DistributedError, match=message):
         elastic.join(make(monkeypatch), timeout=timedelta(seconds=1))
+
+
+ENDS = {
+    "still running after the grace": (
+        "tell(finished=True)\nif number == 0: until('nothing')",
+        {"grace": 0.0},
+        (1, 2, "still running 0 s after another is done"),
+    ),
+    "ended early, which does not end the others": (
+        "if number == 0: sys.exit(0)\n"
+        "until('start-1')\n"
+        "if number == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tell(finished=True)",
+        {"grace": 0.0},
+        (0, 3, "was killed by SIGKILL; started process"),
+    ),
+    "failed after its run is done": (
+        "tell(finished=True); sys.exit(5 * number)",
+        {},
+        (5, 2, "ended with exit code 5; not restarted, because the run is done"),
+    ),
+    "came when the run was done": (
+        "tell(over='done before'); sys.exit(1)",
+        {"max_restarts": 20},
+        (1, 2, ""),
+    ),
+    "errors at other steps": (
+        "if number < 5:\n"
+        "    tell(error='ValueError', message='bad luck', step=number // 2)\n"
+        "    sys.exit(1)",
+        {"max_restarts": 50},
+        (0, 7, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_how_processes_end(supervised: Supervised, how: str) -> None:
+    program, options, (code, starts, text) = ENDS[how]
+    assert (supervised(program, nproc=2, **options), supervised.starts) == (code, starts)
+    assert text in supervised.text
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "error"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        (
+            "tell(error='KeyError', message='a\\x1b[31m\\nb', step=None); sys.exit(3)",
+            3,
+            r"KeyError: a\x1b[31m\nb",
+        ),
+        (
+            "tell(finished=False); until('start-1')\n"
+            "tell(error='ValueError', message='bad data', step=3); sys.exit(1)",
+            1,
+            "ValueError: bad data at step 3",
+        ),
+    ],
+)
+def test_an_error_that_repeats_at_the_start_or_at_one_step_ends_all(
+    supervised: Supervised, program: str, code: int, error: str
+) -> None:
+    command = [sys.executable, "-c", START.replace("tell(finished=False)", "") + program]
+    ended = elastic.supervise(
+        [*command, str(supervised.folder)], nproc=2, max_restarts=50, log=supervised.lines.append
+    )
+    assert ended == code
+    assert supervised.starts <= 4
+    assert f"gave up after 2 restarts: every start ended with {error}; exit code" in supervised.text
+    assert all(line.isprintable() for line in supervised.lines)
+
+
+@pytest.mark.parametrize(
+    ("launches", "code"),
+    [(("a", "b"), 1), ((None, "a"), 1), (("a", None), 1), ((None, None), 1), (("a", "a"), 0)],
+)
+def test_a_process_that_comes_after_the_end(
+    launches: tuple[str | None, str | None], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second training on a store is told so; one that is started again has not failed."""
+    store = dist.HashStore()
+    for launch in launches:
+        for name in LAUNCH_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        if launch:
+            monkeypatch.setenv(LAUNCH_VARIABLES[1], launch)
+        member = Membership(store, 5.0, "run", "")
+        done = member.has("finished")
+        if not done:
+            member.finish(1)
+    assert done
+    message, found = member.why_over()
+    assert found == code
+    for text in (
+        ("the store has a run 'run' that was done before", "serve a new store or pass join(name=")
+        if code
+        else ("the run's members are done",)
+    ):
+        assert text in message

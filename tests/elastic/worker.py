@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,33 +51,59 @@ STOP = "stop"
 LATE = 3  # the exit code of a member that came when the others were done
 
 
-@dataclass(frozen=True)
-class Job:
-    """Job of a member.
+@dataclass
+class Plan:
+    """The faults of one run, all from its seed."""
 
-    Args:
-        port: The store's.
-        members: How many the first generation waits for.
-        backend, reproducible, steps: The run's.
-        kind: Of the model and its optimizer, one of KINDS.
-        point: Where this member kills itself; "" for nowhere.
-        times: At which of its times there.
-        pause: Seconds that a shard takes, or one of its local steps.
-        host: The store's.
-        apart: Whether this process has a network of its own.
-    """
-
-    port: int
+    seed: int
     members: int
     backend: str
     reproducible: bool = True
     kind: str = "plain"
     steps: int = 12
-    point: str = ""
-    times: int = 1
-    pause: float = 0.0
-    host: str = "127.0.0.1"
+    pause: float = 0.001
+    self_kills: dict[int, tuple[str, int]] = field(default_factory=dict)  # by start order
+    from_outside: list[tuple[str, float]] = field(default_factory=list)  # one of FAULTS, seconds
+    restart: bool = True
     apart: bool = False
+
+    @staticmethod
+    def random(
+        seed: int,
+        *,
+        reproducible: bool = True,
+        kind: str = "",
+        cuts: bool = False,
+        apart: bool = False,
+    ) -> Plan:
+        """1 to 3 faults: kills at named points, and kills and others at any time.
+
+        Args:
+            seed: Of all that is drawn.
+            reproducible: The run's.
+            kind: Of the model and its optimizer; "" to draw it.
+            cuts: True to draw connections that are reset, and members that join.
+            apart: True for members with networks of their own, which go down.
+        """
+        chance = random.Random(seed)
+        plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]), reproducible)
+        faults = ["KILL", "KILL", "STOP", *["RESET", "RESET", "STORE", "JOIN"] * cuts]
+        faults += ["DOWN"] * 4 * apart
+        for _ in range(chance.randint(1, 3)):
+            if chance.random() < 0.5:
+                victim = chance.randrange(plan.members + 1)  # the last is one that joins later
+                early = ("rendezvous", "form", "transfer")
+                point = chance.choice(POINTS)
+                times = 1 if point in early else chance.randint(1, 3 if point == "sent" else 20)
+                plan.self_kills[victim] = (point, times)
+            else:
+                fault = chance.choice(faults)
+                plan.from_outside.append((fault, chance.random() * (1.6 if cuts else 0.8)))
+        plan.restart = chance.random() < 0.8
+        plan.kind = kind or chance.choice(KINDS)
+        plan.apart = apart
+        plan.pause = 0.02  # a second for all steps: faults come in the middle of them
+        return plan
 
 
 class Net(nn.Module):
@@ -134,24 +160,25 @@ class Losses:
         self.by_step = state["by_step"]
 
 
-def main(job: Job, report: Any) -> None:
+def main(plan: Plan, number: int, port: int, report: Any) -> None:
     """Train, and send the digest of the weights, the ledger, and what is left open for how long."""
     torch.set_num_threads(1)
-    if job.apart:
+    if plan.apart:
         links.leave_network()
-    store = dist.TCPStore(job.host, job.port, is_master=False)
+    store = dist.TCPStore(links.STORE if plan.apart else "127.0.0.1", port, is_master=False)
     open_before = _descriptors()
-    _arm(job)
+    if number in plan.self_kills:
+        _arm(*plan.self_kills[number], reproducible=plan.reproducible)
     try:
-        model, losses = _train(job, store)
+        model, losses = _train(plan, store)
     except RunOverError:
         report.send(None)
         _exit(LATE)
     # without the tree, running statistics are each member's own between two forwards
-    values = model.state_dict() if job.reproducible else dict(model.named_parameters())
+    values = model.state_dict() if plan.reproducible else dict(model.named_parameters())
     digest = _digest(values, sorted(losses.by_step.items()))
     counts = (model.module.ledger.detach() * -BATCH).tolist()
-    if not job.reproducible:
+    if not plan.reproducible:
         counts = [round(count, 3) for count in counts]
     ended = time.monotonic()
     until = ended + 75.0  # what Gloo has under way ends by its timeout at last
@@ -165,43 +192,43 @@ def main(job: Job, report: Any) -> None:
     _exit(0)
 
 
-def _train(job: Job, store: dist.Store) -> tuple[DistributedDataParallel, Losses]:
+def _train(plan: Plan, store: dist.Store) -> tuple[DistributedDataParallel, Losses]:
     run = elastic.join(
         store,
-        members=job.members,
-        backend=job.backend,
-        reproducible=job.reproducible,
+        members=plan.members,
+        backend=plan.backend,
+        reproducible=plan.reproducible,
         silence=timedelta(seconds=1.5),
         timeout=timedelta(seconds=60),
     )
     torch.manual_seed(0 if run.number == 1 else os.getpid())  # the others' start is not used
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(job.kind), process_group=run.group, bucket_cap_mb=0.001)
+    model = DistributedDataParallel(Net(plan.kind), process_group=run.group, bucket_cap_mb=0.001)
     weights = [p for n, p in model.named_parameters() if "ledger" not in n]
-    optimizer, losses = OPTIMIZERS[job.kind](weights), Losses()
+    optimizer, losses = OPTIMIZERS[plan.kind](weights), Losses()
     ledger = torch.optim.SGD([model.module.ledger], lr=1.0)
     run.keep(model=model, optimizer=optimizer, ledger=ledger, losses=losses)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=generator)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
 
-    for step in run.steps(job.steps + 3, samples=SAMPLES, batch=BATCH):
+    for step in run.steps(plan.steps + 3, samples=SAMPLES, batch=BATCH):
         with step:
             if step.number % 3 == 0:
                 losses.by_step[step.number] = validate(run, model.module, x, y)
-            if step.number == job.steps - 1:
+            if step.number == plan.steps - 1:
                 run.stop()
             for shard in step.shards:
                 ids = step.sample_ids(shard)
-                if job.kind == "local":
+                if plan.kind == "local":
                     with step.local(partial(_inner, model)) as inner:
                         for part in (ids[:2], ids[2:]):
-                            time.sleep(job.pause)
+                            time.sleep(plan.pause)
                             inner.zero_grad()
                             _loss(model, x, y, part, len(part) / len(ids)).backward()
                             inner.step()
                 else:
-                    time.sleep(job.pause)
+                    time.sleep(plan.pause)
                     step.backward(_loss(model, x, y, ids, 1.0))
             step.commit(optimizer, ledger)
     return model, losses
@@ -302,14 +329,12 @@ def _threads() -> list[str]:
     return names
 
 
-def _arm(job: Job) -> None:
+def _arm(point: str, times: int, *, reproducible: bool) -> None:
     """Let this process kill itself at a point, before or after what happens there."""
-    if not job.point:
-        return
     owner, name = {
         "forward": (nn.Sequential, "forward"),
         "backward": (torch.autograd, "backward"),
-        "reduce": (TreeSum, "reduce") if job.reproducible else (Runtime, "commit"),
+        "reduce": (TreeSum, "reduce") if reproducible else (Runtime, "commit"),
         "commit": (Runtime, "commit"),
         "rendezvous": (Runtime, "_rendezvous"),
         "form": (Groups, "form"),
@@ -318,8 +343,8 @@ def _arm(job: Job) -> None:
         "apply": (MemberSteps, "_apply"),
         "validate": (sys.modules[__name__], "validate"),
         "settle": (MemberSteps, "settle"),
-    }[job.point]
-    setattr(owner, name, _killing(getattr(owner, name), job.times))
+    }[point]
+    setattr(owner, name, _killing(getattr(owner, name), times))
 
 
 def _killing(function: Callable[..., Any], times: int) -> Callable[..., Any]:

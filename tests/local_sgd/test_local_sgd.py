@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import hooks
+from gradwire import DistributedDataParallel, hooks
 from gradwire.errors import ArgumentError, HookError, MismatchError, PeerLostError
+from gradwire.hooks.hosts import _make
 from gradwire.local_sgd import LocalSGD, diloco
 from gradwire.local_sgd.outer import assign_fragments, due
 from gradwire.testing import run_ranks
@@ -117,12 +118,35 @@ HOOKS = {
 }
 
 
+def train_and_resume(made, *, steps=12, save_at=5):
+    """Return the parameters after each step; those after a state is loaded are the same."""
+    model = mlp(dist.get_rank())
+    trained, optimizer = made(model)
+    history, saved = [], None
+    for step in range(steps):
+        backward(trained, step)
+        optimizer.step()
+        history.append([p.tolist() for p in parameters(model)])
+        if step == save_at:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = mlp()
+    trained, resumed = made(again)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for step in range(save_at + 1, steps):
+        backward(trained, step)
+        resumed.step()
+        assert [p.tolist() for p in parameters(again)] == history[step], step
+    optimizer.synchronize()
+    return history, [p.tolist() for p in parameters(model)]
+
+
 @pytest.mark.narrow({"name": "int4", "fragments": 3})
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("name", HOOKS)
 def test_ranks_agree_after_an_exchange_and_can_resume(name, fragments):
     def made(model):
-        return diloco(
+        return model, diloco(
             torch.optim.AdamW(model.parameters(), lr=0.01),
             model.named_parameters(),
             every=4,
@@ -130,28 +154,7 @@ def test_ranks_agree_after_an_exchange_and_can_resume(name, fragments):
             fragments=fragments,
         )
 
-    def main():
-        model = mlp(dist.get_rank())
-        optimizer = made(model)
-        history, saved = [], None
-        for step in range(12):
-            backward(model, step)
-            optimizer.step()
-            history.append([p.tolist() for p in parameters(model)])
-            if step == 5:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        again = mlp()
-        resumed = made(again)
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        for step in range(6, 12):
-            backward(again, step)
-            resumed.step()
-            assert [p.tolist() for p in parameters(again)] == history[step]
-        optimizer.synchronize()
-        return history, [p.tolist() for p in parameters(model)]
-
-    first, second = run_ranks(main, 2)
+    first, second = run_ranks(lambda: train_and_resume(made), 2)
     runs = assign_fragments([p.nbytes for p in mlp().parameters()], fragments)
     for step, (one, other) in enumerate(zip(first[0], second[0], strict=True), 1):
         together = {i for f in due(step, 4, fragments) for i in runs[f]}
@@ -307,3 +310,107 @@ def test_invalid_arguments():
             optimizer.load_state_dict(saved)
 
     run_ranks(main, 1)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("teams", [[[0, 1], [2, 3]], [[0], [1, 2]]], ids=["2 + 2", "1 + 2"])
+def test_hosts_agree_after_an_exchange_and_can_resume(teams):
+    """Gradients are averaged in every step within a host, parameters between hosts."""
+
+    def main():
+        made_hooks = []
+
+        def made(model):
+            groups = _make(dist.group.WORLD, teams, None, None)
+            int4 = hooks.BlockQuantization(4, block=8, stochastic=True)
+            made_hooks.append((int4, groups.between is not None))
+            optimizer = LocalSGD(
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                model.named_parameters(),
+                every=4,
+                hook=hooks.across_hosts(int4, groups),
+            )
+            return DistributedDataParallel(model, process_group=groups.inside), optimizer
+
+        history, _ = train_and_resume(made)
+        int4, is_between = made_hooks[0]
+        assert int4.state.step == 4  # three exchanges, and that of synchronize()
+        assert bool(int4.state.errors.state_dict()) == is_between
+        return history
+
+    histories = run_ranks(main, sum(map(len, teams)))
+    for step in range(12):
+        of_hosts = [[histories[rank][step] for rank in team] for team in teams]
+        for host in of_hosts:
+            assert all(each == host[0] for each in host), step
+        first, second = (host[0] for host in of_hosts)
+        assert (first == second) == (step % 4 == 3), step
+
+
+# -- exchanges that are applied some steps after they were sent (Streaming DiLoCo)
+
+
+def train_line(steps, rank, **options):
+    """Fit a line to this rank's samples; return the loss over all samples."""
+    torch.manual_seed(rank)
+    x = torch.randn(64, 4)
+    y = x @ torch.tensor([1.0, -2.0, 3.0, 0.5]) + 0.1 * torch.randn(64)
+    net = nn.Linear(4, 1)
+    optimizer = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.05), net, every=4, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (net(x).squeeze(1) - y).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    return (net(x).squeeze(1) - y).square().mean().item(), net.weight.tolist()
+
+
+def converge():
+    rank = dist.get_rank()
+    blocking = train_line(200, rank)
+    delayed = train_line(200, rank, delay=3, alpha=0.5, fragments=2)
+    return blocking, delayed
+
+
+def test_delayed_exchanges_converge_as_blocking_ones():
+    found = run_ranks(converge, 2)
+    for blocking, delayed in found:
+        assert delayed[0] < 1.1 * blocking[0] + 1e-3
+    assert found[0][1][1] == found[1][1][1]  # after synchronize()
+
+
+def apply_late():
+    weight = nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    optimizer = LocalSGD(sgd, [("weight", weight)], every=2, delay=1, alpha=0.25)
+    seen = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        (weight * -(1.0 + dist.get_rank())).sum().backward()
+        optimizer.step()
+        seen.append(weight.item())
+    return seen
+
+
+def test_an_exchange_is_mixed_in_after_the_delay():
+    # sent after step 2: 2 and 4, so that the anchor is 3; mixed after step 3: 0.25 w + 0.75 * 3
+    assert run_ranks(apply_late, world_size=2) == [[1, 2, 3, 4], [2, 4, 3.75, 5.75]]
+
+
+def refuse():
+    net = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for options, message in (
+        ({"delay": 2}, "delay is 2 and alpha 0.0, with every 2"),
+        ({"delay": -1}, "delay is -1"),
+        ({"alpha": 1.0}, "alpha 1.0"),
+        ({"delay": 1, "hook": "int8"}, "hook BlockQuantization, which sends several messages"),
+        ({"delay": 1, "hook": lambda state, bucket: bucket.buffer()}, "which sends several"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            LocalSGD(sgd, net, every=2, **options)
+    diloco(sgd, net, every=2, delay=1, alpha=0.5, hook="bf16")
+
+
+def test_arguments_that_a_delay_excludes_are_refused():
+    run_ranks(refuse, world_size=1)

@@ -144,29 +144,24 @@ class ShardLoader(Generic[T]):
         step, shard = which
         key = (step.number, shard.first, shard.stop)
         self._kept = {p: batch for p, batch in self._kept.items() if p[0] >= step.number}
-        if key in self._kept:
-            return self._kept[key]
-        if key not in self._fetching:
+        if key not in self._kept and key not in self._fetching:
             self._next = key
-        with apart():  # a batch kept for a repeated step draws no random numbers
-            return self._fetch(key)
-
-    def _fetch(self, key: Key) -> Any:
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        while True:
-            # workers prefetch: the requested batch is among those under way
-            try:
-                batch = next(self._batches)
-            except BaseException:  # from the dataset or from the wait
-                self._batches = None
-                self._fetching.clear()
-                raise
-            fetched = self._fetching.popleft()
-            if fetched[0] >= key[0]:
-                self._kept[fetched] = batch
-            if fetched == key:
-                return batch
+        # fetching draws random numbers, which a batch that was kept for a repeated step does not
+        with apart():
+            while key not in self._kept:
+                # workers prefetch: the requested batch is among those under way
+                try:
+                    if self._batches is None:
+                        self._batches = iter(self._loader)
+                    batch = next(self._batches)
+                except BaseException:  # from the dataset or from the wait
+                    self._batches = None
+                    self._fetching.clear()
+                    raise
+                fetched = self._fetching.popleft()
+                if fetched[0] >= step.number:
+                    self._kept[fetched] = batch
+        return self._kept[key]
 
     def feed(self) -> list[int]:
         """Return the seed and the sample indices of the next batch to fetch."""

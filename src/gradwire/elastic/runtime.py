@@ -63,12 +63,14 @@ from gradwire.shm import (
 )
 
 Result = TypeVar("Result")
+Poll = Callable[[], None]
+"""Function that is called while this process waits; raises if the wait has to end."""
 FORM_SECONDS = 10.0
 FORM_POLL_SECONDS = 0.01
 LACKING = (errno.ENOMEM, errno.ENOSPC)
 
 
-def wait_for(work: Work, poll: Callable[[], None], seconds: float) -> None:
+def wait_for(work: Work, poll: Poll, seconds: float) -> None:
     """Wait for a collective; raise a DistributedError if it failed, whatever its backend raised.
 
     Args:
@@ -244,12 +246,7 @@ class Groups:
 
 
 def form_gloo(
-    rank: int,
-    size: int,
-    generation: int,
-    store: Store,
-    timeout: timedelta,
-    poll: Callable[[], None],
+    rank: int, size: int, generation: int, store: Store, timeout: timedelta, poll: Poll
 ) -> GenerationGroup:
     """Form a group over Gloo. `poll` is called while waiting; it raises if a member is lost."""
     name = f"elastic {generation}"
@@ -289,7 +286,7 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
 
 def _in_thread(
     form: Callable[[], Result],
-    poll: Callable[[], None],
+    poll: Poll,
     end: Callable[[], None],
     release: Callable[[Result], object],
 ) -> Result:

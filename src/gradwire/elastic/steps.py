@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -202,12 +201,7 @@ class Step:
         self._work.begin_step()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None and not self.committed:
             error = ReductionError(
                 f"step {self.number} ended without step.commit(optimizer): call it last"
@@ -429,11 +423,8 @@ class MemberSteps:
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
         """Raise if an object would step a parameter with a local gradient."""
-        if self._tree is not None:
-            check_reduced(steppers, self._tree.known)
-        else:
-            models = self.kept.models
-            check_reduced(steppers, {id(p) for model in models for p in model.parameters()})
+        by_ddp = {id(p) for model in self.kept.models for p in model.parameters()}
+        check_reduced(steppers, by_ddp if self._tree is None else self._tree.known)
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""

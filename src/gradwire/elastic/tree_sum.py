@@ -98,19 +98,16 @@ class _Column:
         indices: Indices of those in this column.
         dtype: Dtype of the flat memory.
         width: Number of members, and of slices of the flat memory.
+
+    Attributes:
         averages: True to add tensors, False to take the largest elements.
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        indices: list[int],
-        dtype: torch.dtype,
-        width: int,
-        *,
-        averages: bool,
+        self, tensors: Sequence[Tensor], indices: list[int], dtype: torch.dtype, width: int
     ) -> None:
-        self.indices, self.dtype, self.width, self.averages = indices, dtype, width, averages
+        self.indices, self.dtype, self.width = indices, dtype, width
+        self.averages = dtype.is_floating_point or dtype.is_complex
         self.shapes = [tensors[i].shape for i in indices]
         self.sizes = [tensors[i].numel() for i in indices]
         self.numel = sum(self.sizes)
@@ -146,17 +143,13 @@ class _Column:
 
 def _columns(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], width: int) -> list[_Column]:
     """Return a column for each dtype in which tensors are added."""
-    found: dict[tuple[torch.dtype, bool], list[int]] = {}
+    found: dict[torch.dtype, list[int]] = {}
     for index, dtype in enumerate(dtypes):
-        averages = dtype.is_floating_point or dtype.is_complex
-        if averages:  # at least single precision
+        if dtype.is_floating_point or dtype.is_complex:  # at least single precision
             single = torch.complex64 if dtype.is_complex else torch.float32
             dtype = dtype if dtype.itemsize >= single.itemsize else single
-        found.setdefault((dtype, averages), []).append(index)
-    return [
-        _Column(tensors, indices, dtype, width, averages=averages)
-        for (dtype, averages), indices in found.items()
-    ]
+        found.setdefault(dtype, []).append(index)
+    return [_Column(tensors, indices, dtype, width) for dtype, indices in found.items()]
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
