@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -51,14 +52,14 @@ def epochs(batches: DataLoader[Any], number: int = 2) -> Iterator[Any]:
 
 def train(
     model: nn.Module,
-    batches: Any,
+    batches: Any = None,
     optimizer: Any = None,
     loss_of: Callable[[nn.Module, Any, Any], Tensor] | None = None,
     after_backward: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     losses = []
-    for x, y in batches:
+    for x, y in epochs(loader()) if batches is None else batches:
         optimizer.zero_grad()
         loss = loss_of(model, x, y) if loss_of else F.cross_entropy(model(x), y)
         loss.backward()
@@ -97,16 +98,6 @@ def uneven(wrapper: Any) -> Any:
         return train(model, DataLoader(data, 8))
 
 
-@program
-def join_of_torch() -> Any:
-    return uneven(Torchs)
-
-
-@program
-def join_of_gradwire() -> Any:
-    return uneven(Ours)
-
-
 def accumulation(wrapper: Any) -> Any:
     model = wrapper(Net())
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -122,16 +113,6 @@ def accumulation(wrapper: Any) -> Any:
     return result(model, [])
 
 
-@program
-def accumulation_of_torch() -> Any:
-    return accumulation(Torchs)
-
-
-@program
-def accumulation_of_gradwire() -> Any:
-    return accumulation(Ours)
-
-
 class Branches(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -139,21 +120,6 @@ class Branches(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.other(x) if x[0, 0] > 0 else super().forward(x)
-
-
-@program
-def unused_parameters() -> Any:
-    return train(Torchs(Branches(), find_unused_parameters=True), epochs(loader()))
-
-
-@program
-def unused_parameters_of_gradwire() -> Any:
-    return train(Ours(Branches(), find_unused_parameters=True), epochs(loader()))
-
-
-@program
-def static_graph() -> Any:
-    return train(Torchs(Net(), static_graph=True), epochs(loader()))
 
 
 class LoRA(nn.Module):
@@ -197,11 +163,6 @@ def sync_batch_norm() -> Any:
 
 
 @program
-def batch_norm_without_broadcasts() -> Any:
-    return train(Torchs(Net(norm=True), broadcast_buffers=False), epochs(loader()))
-
-
-@program
 def local_sgd() -> Any:
     torch.manual_seed(0)
     net = Net()
@@ -213,7 +174,7 @@ def local_sgd() -> Any:
 def local_steps_of_a_wrapper() -> Any:
     model = Torchs(Net())
     with model.no_sync():
-        return train(model, epochs(loader()))
+        return train(model)
 
 
 def padded() -> Iterator[Any]:
@@ -251,27 +212,6 @@ def weighted_means() -> Any:
         return F.cross_entropy(model(x), y) * (own * dist.get_world_size() / total)
 
     return train(Torchs(Net()), padded(), loss_of=loss_of)
-
-
-@program
-def a_smaller_last_batch() -> Any:
-    return accumulation(Torchs) + train(Torchs(Net()), epochs(loader(72)))
-
-
-@program
-def a_loss_times_two() -> Any:
-    return train(
-        Torchs(Net()), epochs(loader()), loss_of=lambda m, x, y: 2.0 * F.cross_entropy(m(x), y)
-    )
-
-
-@program
-def half_of_a_square() -> Any:
-    return train(
-        Torchs(nn.Linear(8, 1)),
-        epochs(loader()),
-        loss_of=lambda m, x, y: 0.5 * F.mse_loss(m(x), y[:, None].float()),
-    )
 
 
 @program
@@ -320,19 +260,7 @@ def contrastive(gather: Callable[[Tensor], Tensor]) -> Any:
         at = torch.arange(8) + 8 * dist.get_rank()
         return F.cross_entropy(z @ everyones.T, at)
 
-    return train(Ours(Net()), epochs(loader()), loss_of=loss_of)
-
-
-@program
-def gather_with_gradients() -> Any:
-    return contrastive(gradwire.all_gather)
-
-
-@program
-def gather_with_gradients_of_torch() -> Any:
-    from torch.distributed.nn.functional import all_gather
-
-    return contrastive(lambda z: torch.cat(all_gather(z)))
+    return train(Ours(Net()), loss_of=loss_of)
 
 
 @program
@@ -355,7 +283,7 @@ def gathered_metrics() -> Any:
         assert torch.cat(everyones).argmax(1).shape == (16,)
         return F.cross_entropy(out, y)
 
-    return train(Torchs(Net()), epochs(loader()), loss_of=loss_of)
+    return train(Torchs(Net()), loss_of=loss_of)
 
 
 @program
@@ -393,14 +321,14 @@ def average_of_parameters() -> Any:
             a.lerp_(p.detach(), 0.1)
         average(torch.ones(2, 8))
 
-    return train(model, epochs(loader()), after_backward=update)
+    return train(model, after_backward=update)
 
 
 @program
 def compressed() -> Any:
     model = Torchs(Net())
     model.register_comm_hook(None, fp16_compress_hook)
-    return train(model, epochs(loader()))
+    return train(model)
 
 
 @program
@@ -408,7 +336,7 @@ def power_sgd() -> Any:
     model = Torchs(Net())
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return train(model, epochs(loader()))
+    return train(model)
 
 
 @program
@@ -418,7 +346,7 @@ def clipped_by_gradwire() -> Any:
 
     model = Ours(Net())
     model.register_comm_hook(None, gradwire.hooks.wrap(gradwire.hooks.all_reduce, before=clip))
-    return train(model, epochs(loader()))
+    return train(model)
 
 
 @program
@@ -445,7 +373,7 @@ class Checkpointed(Net):
 @program
 def checkpointed() -> Any:
     torch.manual_seed(dist.get_rank())
-    return train(Torchs(Checkpointed(dropout=0.3)), epochs(loader()))
+    return train(Torchs(Checkpointed(dropout=0.3)))
 
 
 @program
@@ -479,11 +407,6 @@ class Stream(IterableDataset[Any]):
         for _ in range(48):
             x = torch.randn(8, generator=generator)
             yield x, (x.sum() > 0).long()
-
-
-@program
-def stream() -> Any:
-    return train(Torchs(Net()), DataLoader(Stream(), 8))
 
 
 @program
@@ -582,15 +505,7 @@ def auxiliary_loss() -> Any:
         out = model(x)
         return F.cross_entropy(out, y) + 0.01 * out.square().mean() + 0.1 * out.std()
 
-    return train(Torchs(Net()), epochs(loader()), loss_of=loss_of)
-
-
-@program
-def class_weights() -> Any:
-    weight = torch.tensor([0.2, 1.7])
-    return train(
-        Torchs(Net()), epochs(loader()), loss_of=lambda m, x, y: F.cross_entropy(m(x), y, weight)
-    )
+    return train(Torchs(Net()), loss_of=loss_of)
 
 
 @program
@@ -609,7 +524,7 @@ def gradient_penalty() -> Any:
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.cross_entropy(out, y) + 0.1 * slope.square().sum(1).mean()
 
-    return train(Ours(Net()), epochs(loader()), loss_of=loss_of)
+    return train(Ours(Net()), loss_of=loss_of)
 
 
 @program
@@ -623,16 +538,10 @@ def another_optimizer_later() -> Any:
 
 
 @program
-def compiled() -> Any:
-    net = torch.compile(Net(), backend="aot_eager")
-    return train(Torchs(net), epochs(loader()))
-
-
-@program
 def compiled_wrapper() -> Any:
     model = Torchs(Net())
     step = torch.compile(model, backend="aot_eager")
-    return train(model, epochs(loader()), loss_of=lambda m, x, y: F.cross_entropy(step(x), y))
+    return train(model, loss_of=lambda m, x, y: F.cross_entropy(step(x), y))
 
 
 class Closure:
@@ -658,3 +567,31 @@ def steps_with_closures() -> Any:
     trained = Closure(Ours(Net(norm=True)))
     losses = [trained.step(x, y) for x, y in epochs(loader())]
     return result(trained.model, losses)
+
+
+WEIGHTS = torch.tensor([0.2, 1.7])
+PROGRAMS |= {
+    "join_of_torch": lambda: uneven(Torchs),
+    "join_of_gradwire": lambda: uneven(Ours),
+    "accumulation_of_torch": lambda: accumulation(Torchs),
+    "accumulation_of_gradwire": lambda: accumulation(Ours),
+    "unused_parameters": lambda: train(Torchs(Branches(), find_unused_parameters=True)),
+    "unused_parameters_of_gradwire": lambda: train(Ours(Branches(), find_unused_parameters=True)),
+    "static_graph": lambda: train(Torchs(Net(), static_graph=True)),
+    "batch_norm_without_broadcasts": lambda: train(Torchs(Net(norm=True), broadcast_buffers=False)),
+    "a_smaller_last_batch": lambda: accumulation(Torchs) + train(Torchs(Net()), epochs(loader(72))),
+    "a_loss_times_two": lambda: train(
+        Torchs(Net()), loss_of=lambda m, x, y: 2.0 * F.cross_entropy(m(x), y)
+    ),
+    "half_of_a_square": lambda: train(
+        Torchs(nn.Linear(8, 1)),
+        loss_of=lambda m, x, y: 0.5 * F.mse_loss(m(x), y[:, None].float()),
+    ),
+    "gather_with_gradients": lambda: contrastive(gradwire.all_gather),
+    "gather_with_gradients_of_torch": lambda: contrastive(lambda z: torch.cat(all_gather(z))),
+    "stream": lambda: train(Torchs(Net()), DataLoader(Stream(), 8)),
+    "class_weights": lambda: train(
+        Torchs(Net()), loss_of=lambda m, x, y: F.cross_entropy(m(x), y, WEIGHTS)
+    ),
+    "compiled": lambda: train(Torchs(torch.compile(Net(), backend="aot_eager"))),
+}

@@ -1,4 +1,4 @@
-"""Every seeded mistake is found, with its line or parameter, and nothing else is."""
+"""Every seeded mistake is found, with its line or parameter, and nothing in correct programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from check import mistakes
+from check import correct, mistakes
 from check.common import check, marked, run_plain
 from gradwire.check import CHECKS
 
@@ -105,3 +105,12 @@ def test_a_mistake_is_found_in_gradwire_s_wrapper(mistake: str) -> None:
     findings, results, _ = check(mistakes.plain, mistake, "gradwire")
     assert [f.check for f in findings] == [mistake], findings
     assert results == run_plain(mistakes.plain, mistake, "gradwire")
+
+
+@pytest.mark.narrow({"name": "weights"})
+@pytest.mark.parametrize("name", correct.PROGRAMS)
+def test_nothing_is_found_and_nothing_changes(name: str) -> None:
+    ranks = correct.RANKS.get(name, 2)
+    findings, observed, _ = check(correct.PROGRAMS[name], ranks=ranks)
+    assert findings == []
+    assert observed == run_plain(correct.PROGRAMS[name], ranks=ranks)

@@ -1,4 +1,4 @@
-"""Failures around a run: of its store, network, launcher and memory."""
+"""Failures around a run: of its store, hosts, network, launcher and memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -415,3 +416,120 @@ def runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+# -- hosts: namespaces of networks and processes with a link between
+
+LINK = """
+ip link set lo up
+ip addr add 10.78.0.{number}/24 dev link0
+ip link set link0 up
+"""
+STORE = "10.78.0.1:29417"
+# a host's namespaces, whose first process ends with its parent
+NEW = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
+
+
+class Hosts:
+    """Two hosts; processes that are started in them begin with `inside`."""
+
+    def __init__(self) -> None:
+        self._outside = [subprocess.Popen([*NEW, "sleep", "600"]) for _ in range(2)]
+        try:
+            # they have their namespaces once they run their program
+            self._pids = [_child(process.pid, "sleep") for process in self._outside]
+            made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
+            self.call(0, made)
+            for host in range(2):
+                self.call(host, LINK.format(number=host + 1))
+        except BaseException:
+            self.close()
+            raise
+
+    def inside(self, host: int) -> list[str]:
+        """Prefix of a command that runs on a host."""
+        return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
+
+    def start(self, members: Members, **options: Any) -> None:
+        """Start members on both hosts."""
+        for host in range(2):
+            python = ["env", "GLOO_SOCKET_IFNAME=link0", sys.executable]
+            members.start(STORE, launcher=[*self.inside(host), *python], **options)
+
+    def call(self, host: int, script: str) -> None:
+        """Run a script in a host's network."""
+        network = ["nsenter", "-t", str(self._pids[host]), "--net"]
+        subprocess.run([*network, "sh", "-ec", script], check=True)
+
+    def close(self) -> None:
+        """End all that runs on them."""
+        for process in self._outside:
+            process.kill()
+            process.wait()
+
+
+def _child(pid: int, comm: str = "") -> int:
+    """Return the child of a process, once it runs a program."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        if text and comm in Path(f"/proc/{text.split()[0]}/comm").read_text():
+            return int(text.split()[0])
+        time.sleep(0.02)
+    raise TimeoutError("no child")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.getuid() or not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
+        pytest.skip("namespaces take root, unshare, nsenter and ip")
+    tried = subprocess.run(
+        [*NEW, "ip", "link", "add", "link0", "type", "veth"],
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    if tried.returncode:
+        pytest.skip("no host can be made here")
+    found = Hosts()
+    yield found
+    found.close()
+
+
+def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: str) -> None:
+    with served_by_program(STORE, hosts.inside(0)):
+        hosts.start(members, count=2, members=4, timeout=60.0, backend="shm")
+        members.until_together(4)
+        for process in members.processes[::2]:
+            os.kill(_child(process.pid), signal.SIGKILL)
+        ends = members.until_ended(2)
+    assert [end.get("digest", end) for end in ends] == [quiet] * 2
+
+
+@LONG
+def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
+    with served_by_program(STORE, hosts.inside(0)):
+        hosts.start(members, members=2, pause=0.1)
+        members.until_together(2)
+        hosts.call(1, "ip link set link0 down")
+        cut = time.monotonic()
+        ends = members.until_ended(2)
+    assert sorted("digest" in end for end in ends) == [False, True], ends
+    for end in ends:
+        if "digest" in end:  # with the store's host: it went on alone
+            assert end["digest"] == quiet
+        else:
+            assert "DistributedError" in end["error"], end
+            assert end["time"] - cut < 60.0
+
+
+@LONG
+def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> None:
+    with served_by_program(STORE, hosts.inside(0)):
+        hosts.start(members, members=2, pause=0.1, steps=400, timeout=60.0)
+        members.until_together(2)
+        hosts.call(1, "ip link set link0 down")
+        members.until(lambda: members.lines("step")[-1]["size"] == 1, "nobody went on alone")
+        hosts.call(1, "ip link set link0 up")
+        ends = members.until_ended(2)
+    assert len({end.get("digest", str(end)) for end in ends}) == 1, ends
+    assert members.lines("step")[-1]["size"] == 2
