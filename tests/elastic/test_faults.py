@@ -450,11 +450,11 @@ class Hosts:
         """Prefix of a command that runs on a host."""
         return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
 
-    def start(self, members: Members, **options: Any) -> None:
+    def start(self, started: Members, **options: Any) -> None:
         """Start members on both hosts."""
         for host in range(2):
             python = ["env", "GLOO_SOCKET_IFNAME=link0", sys.executable]
-            members.start(STORE, launcher=[*self.inside(host), *python], **options)
+            started.start(STORE, launcher=[*self.inside(host), *python], **options)
 
     def call(self, host: int, script: str) -> None:
         """Run a script in a host's network."""
