@@ -128,24 +128,12 @@ def test_broadcast_coalesced(places: list[str], buffer_size: int) -> None:
         assert all(same(t, x) for t, x in zip(replica, tensors, strict=True))
 
 
-def test_coalesced_results_share_buffers_but_no_version_counter(places: list[str]) -> None:
-    tensors = [torch.randn(5, device=places[0]) for _ in range(4)]
-    results = [*broadcast_coalesced(tensors, places)[-1]] if len(places) > 1 else []
-    if len(places) > 1:
-        assert len(storages(results)) == 1
-        results += reduce_add_coalesced([tensors, [t + 1 for t in tensors]])
-    versions = [t._version for t in results]
-    for i, tensor in enumerate(results):
-        tensor.zero_()
-        versions[i] += 1
-        assert [t._version for t in results] == versions
-
-
 def test_coalesced_results_of_every_sort_have_version_counters_of_their_own() -> None:
     tensors = mixed("cpu")
     copies = broadcast_coalesced(tensors, ["cpu"] * 2, 100)[1]
     sums = reduce_add_coalesced([tensors, copies], buffer_size=100)
     results = [*copies, *sums]
+    assert len(storages(broadcast_coalesced([torch.ones(5)] * 4, ["cpu"] * 2)[1])) == 1
     for i, tensor in enumerate(results):
         versions = [t._version for t in results]
         tensor.zero_()
@@ -174,10 +162,6 @@ def test_results_with_storage_of_their_own() -> None:
     sums = reduce_add_coalesced([tensors, tensors], buffer_size=1)
     assert len(storages([*replica, *sums])) == 8
     assert all(t.untyped_storage().nbytes() == 20 for t in (*replica, *sums))
-
-
-def test_broadcast_coalesced_of_nothing() -> None:
-    assert broadcast_coalesced([], ["cpu"] * 3) == [[], [], []]
 
 
 def test_reduce_add_adds_in_index_order_whatever_the_destination(places: list[str]) -> None:

@@ -147,11 +147,6 @@ def test_batch_norm_in_training(policy: Any) -> None:
     assert buffers["bn.num_batches_tracked"].item() == 1
 
 
-def test_an_unknown_policy() -> None:
-    with pytest.raises(ArgumentError, match="buffers is 'last'"):
-        DataParallel(Cnn(), CPUS, buffers="last")  # type: ignore[arg-type]
-
-
 def test_the_mean_leaves_constant_buffers_alone() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -344,21 +339,6 @@ def test_sparse_gradients() -> None:
     torch.testing.assert_close(layer.weight.grad.to_dense(), twin.weight.grad.to_dense())
 
 
-def test_the_module_must_be_on_the_first_device() -> None:
-    with pytest.raises(ArgumentError, match="weight is on meta: move the module there"):
-        DataParallel(nn.Linear(2, 2, device="meta"), CPUS)(torch.ones(4, 2))
-    with pytest.raises(ArgumentError, match="weight is not initialized"):
-        DataParallel(nn.LazyLinear(2), CPUS)(torch.ones(4, 2))
-
-
-def test_batches_of_different_sizes_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"inputs\[0\]\[1\] has size 4 in dim 0, .* has 8"):
-        DataParallel(nn.Bilinear(3, 3, 1), CPUS)(torch.ones(8, 3), torch.ones(4, 3))
-    named = {"input": torch.ones(4, 3)}
-    with pytest.raises(ArgumentError, match=r"inputs\[1\]\['input'\] has size 4"):
-        data_parallel(nn.Linear(3, 3), (torch.ones(8, 3),), CPUS, module_kwargs=named)
-
-
 def test_inputs_and_named_ones_stay_together() -> None:
     """Also when there are fewer rows than replicas, or only one of them has tensors."""
 
@@ -485,26 +465,6 @@ def test_no_reference_cycles() -> None:
         gc.enable()
 
 
-def test_zero_grad_in_a_replica_warns() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            self.zero_grad()
-            return x
-
-    with pytest.warns(UserWarning, match="zero_grad"):
-        DataParallel(Net(), ["cpu"] * 2)(torch.ones(4))
-
-
-def test_scalars_become_a_vector() -> None:
-    class Loss(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum()
-
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        out = DataParallel(Loss(), ["cpu"] * 2)(torch.arange(4.0))
-    assert out.tolist() == [1.0, 5.0]
-
-
 class Dealing(DataParallel[nn.Module]):
     """Parts of one row and of all others, so that the second device has more."""
 
@@ -531,15 +491,6 @@ def test_copies_and_pickles() -> None:
     for twin in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
         assert torch.equal(twin(x), expected)
     assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_every_floating_point_dtype(dtype: torch.dtype) -> None:
-    linear, x = nn.Linear(10, 5).to(dtype), torch.randn(20, 10).to(dtype)
-    out = DataParallel(linear, CPUS)(x)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, linear(x))
-    torch.testing.assert_close(DataParallel(linear, CPUS)(input=x), out)
 
 
 @pytest.mark.parametrize(

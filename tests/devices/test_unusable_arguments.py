@@ -47,6 +47,8 @@ BAD: Any = None
         (lambda: gather([X], out=3), "out is a int"),  # type: ignore[arg-type]
         (lambda: DataParallel(torch.sin), "module is a builtin_function_or_method"),  # type: ignore[type-var]
         (lambda: DataParallel(nn.ReLU(), dim="0"), "dim is '0', a str"),  # type: ignore[arg-type]
+        *((lambda d=d: broadcast(X, [d]), r"devices\[0\] is") for d in (True, 1.5, None)),
+        (lambda: broadcast(X, "cpu"), "give a list of devices"),
     ],
 )
 def test_a_wrong_type_is_named(call: Callable[[], object], message: str) -> None:
@@ -57,6 +59,11 @@ def test_a_wrong_type_is_named(call: Callable[[], object], message: str) -> None
 META: Any = torch.ones(1, device="meta")
 HALVES: Any = [torch.empty(2, 2), torch.empty(2, 2)]
 LINE: Any = torch.ones(6)
+ABSENT = [] if torch.accelerator.is_available() else ["cuda", "cuda:0", "xpu:1", "mps"]
+
+
+def run(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
+    DataParallel(module, CPUS)(*inputs, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,15 @@ LINE: Any = torch.ones(6)
         (lambda: gather([X, X.double()]), r"tensors\[1\] has dtype torch.float64"),
         (lambda: gather([X, X], out=X + 1), r"out has shape \(4, 2\), the result has \(8, 2\)"),
         (lambda: gather([torch.ones(())] * 2, dim=1), "dim is 1, the tensor has 0 dims"),
+        (lambda: broadcast(X, ["toaster"]), r"devices\[0\] is 'toaster'"),
+        (lambda: broadcast(X, ["cpu", -1]), r"devices\[1\] is -1"),
+        (lambda: reduce_add([X], 99), "destination is 99, this machine has . accelerators"),
+        *((lambda d=d: broadcast(X, [d]), f"is '{d}', this machine has") for d in ABSENT),
+        (lambda: DataParallel(nn.ReLU(), CPUS, buffers="last"), "buffers is 'last'"),  # type: ignore[arg-type]
+        (lambda: run(nn.Linear(2, 2, device="meta"), X), "weight is on meta: move the module"),
+        (lambda: run(nn.LazyLinear(2), X), "weight is not initialized"),
+        (lambda: run(nn.Bilinear(2, 2, 1), X, X[:2]), r"inputs\[0\]\[1\] has size 2 .* has 4"),
+        (lambda: run(nn.ReLU(), X, input=X[:2]), r"inputs\[1\]\['input'\] has size 2"),
     ],
 )
 def test_a_wrong_value_is_named(call: Callable[[], object], message: str) -> None:
@@ -113,6 +129,8 @@ def test_a_wrong_value_is_named(call: Callable[[], object], message: str) -> Non
 
 def test_values_at_the_edge_are_accepted() -> None:
     assert reduce_add_coalesced([[], []]) == ()
+    assert broadcast_coalesced([], CPUS) == [[], []]
+    assert broadcast(X, ["meta", "cpu:1", "cpu"])[1] is X
     assert len(scatter(X, CPUS, streams=[None, None])) == 2
 
 

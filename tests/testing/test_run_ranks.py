@@ -59,15 +59,17 @@ def test_every_rank_is_in_one_group_and_results_come_by_rank(world_size: int) ->
     assert all(torch.equal(r[3], expected) for r in results)
 
 
-def test_arguments_reach_the_function() -> None:
-    assert run_ranks(lambda a, b: a * 10 + b + dist.get_rank(), args=(4, 2)) == [42, 43]
-
-
 def test_local_state_functions_and_classes_of_a_test_module_travel() -> None:
     offset = 5
     assert run_ranks(lambda: moved(Point(offset))) == [Point(5), Point(6)]
     assert run_ranks(moved, args=(Point(1),)) == [Point(1), Point(2)]
     assert run_ranks(partial(moved, Point(2))) == [Point(2), Point(3)]
+    assert run_ranks(lambda a, b: a * 10 + b + dist.get_rank(), args=(4, 2)) == [42, 43]
+    assert run_ranks(dist.get_world_size, 3, may_die={0}, backend="cpu:gloo") == [3, 3, 3]
+    view = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    for result in run_ranks(lambda: view):
+        assert isinstance(result, torch.nn.Parameter)
+        assert torch.equal(result, view)
 
 
 def test_an_autograd_function_of_a_test_module_travels() -> None:
@@ -81,24 +83,11 @@ def test_an_autograd_function_of_a_test_module_travels() -> None:
     assert [g.tolist() for g in run_ranks(gradient)] == [[2, 2], [2, 2]]
 
 
-def test_a_function_of_an_installed_module_travels() -> None:
-    assert run_ranks(dist.get_world_size, 3) == [3, 3, 3]
-
-
 def test_large_tensors_are_copied_both_ways() -> None:
     given = torch.arange(3_000_000.0)
     for result in run_ranks(lambda x: x.add_(1), args=(given,)):
         assert torch.equal(result, torch.arange(1.0, 3_000_001))
     assert given[0] == 0
-
-
-def test_parameters_and_strided_views_come_back() -> None:
-    def values() -> tuple[torch.nn.Parameter, torch.Tensor]:
-        return torch.nn.Parameter(torch.ones(2)), torch.arange(6).view(2, 3).t()
-
-    for parameter, view in run_ranks(values):
-        assert isinstance(parameter, torch.nn.Parameter)
-        assert view.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_processes_are_reused() -> None:
