@@ -270,6 +270,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         data = self.logging_data()
         named = self._reduced_parameters()
         numbers = {n: i for i, n in enumerate(named)}
+        hidden = data.communication_seconds - data.exposed_seconds
         sizes = ", ".join(str(b.bytes) for b in data.buckets)
         dtypes = {
             C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in named.values()
@@ -296,17 +297,15 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             "forward_compute_time": int(data.forward_seconds * 1e9),
             "backward_compute_time": int(data.backward_seconds * 1e9),
             "backward_comm_time": int(data.communication_seconds * 1e9),
-            "backward_compute_comm_overlap_time": int(
-                max(0.0, data.communication_seconds - data.exposed_seconds) * 1e9
-            ),
+            "backward_compute_comm_overlap_time": int(max(0.0, hidden) * 1e9),
         }
         if data.rebuilt:
             logged["rebuilt_bucket_sizes"] = sizes
             logged["rebuilt_per_bucket_param_indices"] = ", ".join(members)
         if data.hook is not None:
-            logged["comm_hook"] = data.hook
-        if self._builtin_hook is not None:
-            logged["comm_hook"] = str(self._builtin_hook)
+            logged["comm_hook"] = str(
+                data.hook if self._builtin_hook is None else self._builtin_hook
+            )
         return logged | ({"has_error": 1, "error": self._error} if self._error else {})
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -84,16 +84,11 @@ def restore() -> None:
 
 def _exchange(by_id: dict[int, object]) -> None:
     """Replace objects, given by id, in every loaded module of PyTorch."""
-    for module in _modules_of_torch() if by_id else ():
-        for name, value in list(vars(module).items()):
-            if id(value) in by_id:
-                setattr(module, name, by_id[id(value)])
-
-
-def _modules_of_torch() -> Iterator[ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
-            yield module
+    for module_name, module in list(sys.modules.items()) if by_id else ():
+        if module_name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    setattr(module, name, by_id[id(value)])
 
 
 OWN = {"torch", "gradwire", "gradwire_autoload"}

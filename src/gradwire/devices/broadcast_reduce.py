@@ -76,12 +76,10 @@ def broadcast(
         replicas = broadcast_lists([tensor], as_devices(devices))
         return tuple(replica[0] for replica in replicas)
     targets = placement.as_tensor_list(() if out is None else out, "out")
-    placement.check_out_without_grad(targets, [tensor])
-    for i, target in enumerate(targets):
-        placement.check_out(target, tensor, tensor.shape, f"out[{i}]")
-    places = range(len(targets))
-    sources = [tensor] * len(targets)
-    check_apart(targets, sources, [f"out[{i}]" for i in places], ["tensor" for _ in places])
+    k = len(targets)
+    names, sources = [f"out[{i}]" for i in range(k)], [tensor] * k
+    placement.check_out(targets, [tensor.shape] * k, [tensor], names)
+    check_apart(targets, sources, names, ["tensor"] * k)
     with torch.no_grad():
         copy_into(targets, sources)
     return tuple(targets)
@@ -162,8 +160,7 @@ def reduce_add(
         home = as_destination(destination, found[0].device)
         return reduce_lists([[t] for t in found], home)[0]
     placement.check_no_destination(destination)
-    placement.check_out(out, found[0], found[0].shape, "out")
-    placement.check_out_without_grad([out], found)
+    placement.check_out([out], [found[0].shape], found, ["out"])
     check_writable(out, "out")
     for i, tensor in enumerate(found):
         if share_memory(out, tensor) and not (i == 0 and same_place(out, tensor)):

@@ -290,14 +290,12 @@ class _Call:
     ) -> None:
         self.index, self.module, self.kwargs = index, module, kwargs
         self.args = given if isinstance(given, tuple | list) else (given,)
-        self.device: torch.device | None
         if device is None:
             self.device = next((t.device for t in tensors_in((self.args, kwargs))), None)
         else:
             self.device = as_device(device, f"devices[{index}]")
-        self.stream: torch.Stream | None = None
-        if self.device is not None and has_streams(self.device):
-            self.stream = torch.accelerator.current_stream(self.device)
+        streamed = self.device is not None and has_streams(self.device)
+        self.stream = torch.accelerator.current_stream(self.device) if streamed else None
         self.context = contextvars.copy_context()
         self.result: Any = None
         self.error: BaseException | None = None

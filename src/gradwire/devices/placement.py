@@ -151,8 +151,18 @@ def check_exactly_one(devices: object, out: object) -> None:
         )
 
 
-def check_out_without_grad(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raise if `out` is given where a gradient would be recorded, as PyTorch's ops do."""
+def check_out(
+    out: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+) -> None:
+    """Raise if an `out` lacks the result's shape, dtype or layout, or would record a gradient."""
+    for target, shape, name in zip(out, shapes, names, strict=True):
+        check_tensor(target, name)
+        _check_field(target, name, "shape", torch.Size(shape), "the result")
+        _check_field(target, name, "dtype", inputs[0].dtype, "the result")
+        _check_field(target, name, "layout", inputs[0].layout, "the result")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*out, *inputs)):
         raise ArgumentError(
             "out is given and a tensor requires grad: writing into out records no gradient. Use "
@@ -167,19 +177,6 @@ def check_alike(
     for i, tensor in enumerate(tensors):
         for field in fields:
             _check_field(tensor, f"{name}[{i}]", field, getattr(tensors[0], field), f"{name}[0]")
-
-
-def check_out(
-    out: Tensor,
-    like: Tensor,
-    shape: Sequence[int],
-    name: str,
-) -> None:
-    """Raise if `out` does not have the shape, dtype and layout of the result."""
-    check_tensor(out, name)
-    _check_field(out, name, "shape", torch.Size(shape), "the result")
-    _check_field(out, name, "dtype", like.dtype, "the result")
-    _check_field(out, name, "layout", like.layout, "the result")
 
 
 def _check_field(tensor: Tensor, name: str, field: str, wanted: Any, of: str) -> None:

@@ -76,12 +76,12 @@ def scatter(
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: omit one; out implies the sizes")
     targets = placement.as_tensor_list(() if out is None else out, "out")
-    placement.check_out_without_grad(targets, [tensor])
-    for i, target in enumerate(targets):
-        shape = list(tensor.shape)
+    names = [f"out[{i}]" for i in range(len(targets))]
+    shapes = [list(tensor.shape) for _ in targets]
+    for shape, target in zip(shapes, targets, strict=True):
         if target.dim() == tensor.dim():
             shape[dim] = target.shape[dim]
-        placement.check_out(target, tensor, shape, f"out[{i}]")
+    placement.check_out(targets, shapes, [tensor], names)
     sizes = [target.shape[dim] for target in targets]
     if sum(sizes) != tensor.shape[dim]:
         raise ArgumentError(
@@ -90,7 +90,6 @@ def scatter(
         )
     _check_streams(streams, len(targets))
     chunks = cut(tensor.detach(), sizes, dim)
-    names = [f"out[{i}]" for i in range(len(targets))]
     check_apart(targets, chunks, names, ["tensor"] * len(targets))
     with torch.no_grad():
         copy_into(targets, chunks, streams)
@@ -143,8 +142,7 @@ def gather(
     placement.check_no_destination(destination)
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
-    placement.check_out(out, found[0], shape, "out")
-    placement.check_out_without_grad([out], found)
+    placement.check_out([out], [shape], found, ["out"])
     parts = cut(out.detach(), [t.shape[dim] for t in found], dim)
     names = [f"tensors[{i}]" for i in range(len(found))]
     check_apart(parts, found, ["out"] * len(found), names)
