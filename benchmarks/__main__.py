@@ -30,11 +30,11 @@ from benchmarks import (
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.guard import guard
+from benchmarks.hosts import why_no_hosts
 from benchmarks.options import OWN_WORLDS, Options
 from benchmarks.report import conditions, figures, terminal
 from benchmarks.results import Result
 from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
-from gradwire.testing.hosts import why_no_hosts
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
+from benchmarks.hosts import INTERFACE, Hosts
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import Spread, ratio, scaled, spread
 from gradwire import shm
 from gradwire.testing import run_ranks
-from gradwire.testing.hosts import INTERFACE, Hosts
 
 __all__ = ["BENCHMARK", "RATES", "Case", "bytes_passed", "measure"]
 

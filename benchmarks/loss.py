@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.alternate import alternate, repeated
 from benchmarks.benchmark import Benchmark
 from benchmarks.courses import Batches, Course, Task, reached, train
+from benchmarks.hosts import Hosts
 from benchmarks.links import RATES, bytes_passed
 from benchmarks.methods import BEST, METHODS, PLAIN, Groups
 from benchmarks.options import Options
@@ -25,7 +26,6 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import Spread, scaled, spread
 from gradwire.testing import run_ranks
-from gradwire.testing.hosts import Hosts
 
 __all__ = ["BENCHMARK", "Case", "case_result", "count_steps", "measure", "time_steps"]
 

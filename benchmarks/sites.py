@@ -29,12 +29,12 @@ from typing import Any
 
 from benchmarks.alternate import OURS
 from benchmarks.benchmark import Benchmark
+from benchmarks.hosts import INTERFACE, Hosts
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.sites_members import INNER_SECONDS, Site, ddp_loss, make_data, network
 from benchmarks.stats import Spread
-from gradwire.testing.hosts import INTERFACE, Hosts
 
 __all__ = ["BENCHMARK", "Case", "Outcome", "measure", "outcome"]
 

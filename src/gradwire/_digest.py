@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
-
 _COLUMNS = 64
 _ROW_BYTES = _COLUMNS * 8
 _SMALL_BYTES = 64 << 10

@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
-__all__ = ["backend_failure", "backend_timeout", "is_over", "is_transport"]
-
 SLACK_SECONDS = 1.0
 """Tolerance: a backend's clock may start before its caller's, when it accepts a collective."""
 

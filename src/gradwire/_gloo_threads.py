@@ -13,8 +13,6 @@ import contextlib
 import os
 import time
 
-__all__ = ["await_gloo_threads"]
-
 _TASKS = "/proc/self/task"
 _NAME = "pt_gloo_runloop"
 _PAUSE_SECONDS = 0.005

@@ -22,19 +22,6 @@ from gradwire.errors import (
     PeerLostError,
 )
 
-__all__ = [
-    "check_group",
-    "check_lasting",
-    "default_group",
-    "destroy_in_thread",
-    "find_store",
-    "keep_store",
-    "mark_temporary",
-    "rank_in_group",
-    "store_of",
-    "values_of_ranks",
-]
-
 _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 """Stores of groups that were made without torch.distributed's own functions."""
 _BACKENDS: set[finalize[..., Any]] = set()

@@ -14,8 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["advised", "empty", "empty_like"]
-
 _LARGE = 32 << 20
 _PAGE = 2 << 20
 _MADV_HUGEPAGE = 14

@@ -18,32 +18,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as BackendBase
+from torch._C._distributed_c10d import Backend
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = [
-    "ALL_GATHER_SINGLE",
-    "ALL_TO_ALL_SINGLE",
-    "BROADCAST_BUFFERS_DEPRECATED",
-    "PYTHON_BACKENDS",
-    "REDUCE_SCATTER_SINGLE",
-    "TORCHS_DDP",
-    "BackendBase",
-    "analysed_backend",
-    "compile_callees_only",
-    "group_named",
-    "in_compiled_autograd",
-    "is_done",
-    "narrowed_to_torchs_ddp",
-    "nested_forward_mode",
-    "outside_graphs",
-    "run_as_written",
-    "torchs_flight_records",
-    "warn_if_untested",
-]
 
 # This module keeps the world group of the moment of its first import in its functions' default
 # arguments, for good. destroy_process_group() then ends neither the group's threads nor its
@@ -96,7 +75,7 @@ def narrowed_to_torchs_ddp(base: Callable[..., None]) -> Callable[..., Callable[
 
 def _can_be_made() -> bool:
     try:
-        type("_Probe", (BackendBase,), {})(0, 1)
+        type("_Probe", (Backend,), {})(0, 1)
     except TypeError:  # PyTorch before 2.14 has no constructor for it
         return False
     return True

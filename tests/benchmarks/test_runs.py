@@ -39,6 +39,7 @@ from benchmarks import (
     uses,
 )
 from benchmarks.__main__ import main
+from benchmarks.hosts import why_no_hosts
 from benchmarks.launch import launch
 from benchmarks.methods import METHODS, Groups
 from benchmarks.options import OWN_WORLDS, Options
@@ -49,7 +50,6 @@ from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 
 from gradwire.testing import RankError, run_ranks
-from gradwire.testing.hosts import why_no_hosts
 
 ROOT = Path(__file__).parents[2]
 needs_hosts = pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts: {why_no_hosts()}")

@@ -19,7 +19,7 @@ from gradwire.testing import run_ranks
 
 FOREVER = ("-m", "gradwire", "demo", "--epochs", "100000")
 FIRST_EPOCH = "1/100000 "
-RIGHT = Result(b"a1", 2e-7, {"without communication": 0.002, "gradwire": 0.003})
+RIGHT = Result(b"a1", 2e-7)
 
 
 @pytest.mark.wide
@@ -35,9 +35,6 @@ def test_two_processes_match_one_process(command, backend):
     assert 0 < float(difference) < 1e-5  # two ranks and one process round differently
     assert "parameters in all processes      equal, bit for bit" in out
     assert "rounding\n" in out
-    for name in ("without communication", "gradwire", f"PyTorch's class on {backend}"):
-        (time,) = [line[-2] for line in lines if line[1:-2] == name.split()]
-        assert float(time) > 0
     assert not demo.survivors()
 
 
@@ -90,7 +87,7 @@ def test_lost_half_bucket_in_one_step_exceeds_rounding(lost_in_step):
             wrapped.register_comm_hook(None, lose)
             return wrapped
 
-        return run("gloo", 2, 64, wrap)
+        return run(2, 64, wrap)
 
     results = run_ranks(main, 2, backend="gloo")
     assert results[0].relative > 10 * TOLERANCE

@@ -18,10 +18,10 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 
 BUDGET = {  # package: (code lines, files)
-    "": (1005, 14),  # modules at the top level
+    "": (969, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1600, 8),
-    "cli": (964, 10),
+    "cli": (925, 10),
     "collectives": (2497, 10),
     "compat": (854, 6),
     "ddp": (4758, 22),
@@ -30,8 +30,8 @@ BUDGET = {  # package: (code lines, files)
     "hooks": (916, 7),
     "local_sgd": (500, 3),
     "recorder": (3993, 20),
-    "shm": (4600, 22),
-    "testing": (924, 6),
+    "shm": (4601, 22),
+    "testing": (810, 5),
 }
 NO_CODE = {
     tokenize.COMMENT,

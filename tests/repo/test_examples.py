@@ -91,9 +91,7 @@ def page_blocks(path: Path) -> list[Block]:
 
 
 MODULES = [
-    pytest.param(
-        module.name, marks=pytest.mark.wide if module.name == "gradwire.testing.hosts" else ()
-    )
+    pytest.param(module.name)
     for module in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
     if not module.name.endswith("__main__")
 ]

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.hosts import Hosts, why_no_hosts
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from gradwire._torch import NEWEST_TESTED
-from gradwire.testing.hosts import Hosts, why_no_hosts
 
 ROOT = Path(__file__).parents[2]
 BLOCK = "```sh\n{}\n```\n"

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.hosts import Hosts, why_no_hosts
 
 import gradwire.shm
 from gradwire._torch import PYTHON_BACKENDS, is_done
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
-from gradwire.testing.hosts import Hosts, why_no_hosts
 
 SIZES = [0, 1, 17, 9_000, 300_001]  # with the header, and through the slots in several pieces
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.hosts import Hosts, why_no_hosts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -33,7 +34,6 @@ from gradwire.errors import (
 from gradwire.shm import Options
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
-from gradwire.testing.hosts import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.wide  # processes of several hosts take seconds to start
 

@@ -1,4 +1,4 @@
-"""The command `gradwire demo`: a first run, compared with one process and with PyTorch's class."""
+"""The command `gradwire demo`: a first run, compared with one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ gradwire demo: one network in {} processes on {}, gradients averaged
 EXPLANATION = """
 Sums in different orders round differently, in float32 at the 7th digit. A relative difference (norm
 of the difference over norm of the parameter) up to 1e-05 counts as rounding; a gradient lost in a
-single step would cause 1e-04 or more. Times are medians of alternating steps."""
+single step would cause 1e-04 or more."""
 
 
 @click.command(context_settings={"show_default": True})
@@ -39,8 +39,8 @@ single step would cause 1e-04 or more. Times are medians of alternating steps.""
 def demo(nproc: int, backend: str, epochs: int) -> None:
     """Train a small network on real data in several processes.
 
-    Compares the result with training in one process, and the time per step with PyTorch's
-    DistributedDataParallel. The exit code is 1 if the parameters differ by more than rounding.
+    Compares the result with training in one process. The exit code is 1 if the parameters differ by
+    more than rounding.
     """
     from gradwire.cli.demo_training import run
     from gradwire.errors import GradwireError
@@ -48,9 +48,7 @@ def demo(nproc: int, backend: str, epochs: int) -> None:
 
     click.echo(INTRODUCTION.format(nproc, backend))
     try:
-        results = run_ranks(
-            run, nproc, backend=backend, timeout=_SECONDS, args=(backend, epochs, _BATCH)
-        )
+        results = run_ranks(run, nproc, backend=backend, timeout=_SECONDS, args=(epochs, _BATCH))
     except GradwireError as error:
         click.echo(f"gradwire demo: {error}", err=True)
         sys.exit(_FAILED)
@@ -84,6 +82,5 @@ def report(results: list[Result]) -> str:
         ("parameters in all processes", same),
         ("relative difference to the twin", f"{first.relative:.1e}: {rounding}"),
     ]
-    rows += [(f"step, {name}", f"{1e3 * time:.2f} ms") for name, time in first.times.items()]
     lines = ["", *(f"  {name:<33}{found}" for name, found in rows), EXPLANATION]
     return "\n".join([*lines, *(f"\nFAILED: {failure}" for failure in failures(results))])

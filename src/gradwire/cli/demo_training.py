@@ -1,4 +1,4 @@
-"""The demo on one rank: training, its twin in one process, and times of steps.
+"""The demo on one rank: training, and its twin in one process.
 
 Each rank trains on its share of a batch. The twin, on rank 0, trains on the whole batch. Correctly
 averaged gradients give parameters that differ from the twin's only by rounding: nothing in the
@@ -8,22 +8,17 @@ maxima, have no corner at which a rounding error could become a large one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire._digest import digest
 from gradwire.ddp import DistributedDataParallel
 
 _TEST = 360
-_BUCKET_MB = 0.25  # two buckets overlap communication with computation
-_WARM_UP, _TIMED = 15, 100  # first steps allocate memory and assign buckets again
 
 
 @dataclass(frozen=True)
@@ -32,17 +27,12 @@ class Result:
 
     digest: bytes
     relative: float  # largest relative difference to the twin, on rank 0
-    times: dict[str, float]
 
 
 def run(
-    backend: str,
-    epochs: int,
-    batch: int,
-    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    epochs: int, batch: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
 ) -> Result:
-    """Train, print each epoch on rank 0, and time steps; call it on each rank."""
-    wrap = wrap or partial(DistributedDataParallel, bucket_cap_mb=_BUCKET_MB)
+    """Train, and print each epoch on rank 0; call it on each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels = load_digits()
     model, twin = network(rank), network(0)  # the wrapper gives all ranks the parameters of rank 0
@@ -69,9 +59,7 @@ def run(
             right = (guesses == labels[:_TEST]).float().mean().item()
             line = f"{f'{epoch}/{epochs}':>8}   {loss.item():6.4f}   {right:>13.1%}   "
             print(f"{line}{absolute:>30.1e}", flush=True)
-    share = torch.arange(_TEST + rank, _TEST + batch, world, dtype=torch.int64)
-    times = time_steps(backend, wrap, images[share], labels[share])
-    return Result(digest(model.parameters()), relative, times)
+    return Result(digest(model.parameters()), relative)
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
@@ -112,33 +100,3 @@ def steps_of(model: nn.Module, weight: float) -> Callable[[Tensor, Tensor], Tens
         return loss.detach()
 
     return step
-
-
-def time_steps(
-    backend: str, wrap: Callable[[nn.Module], nn.Module], images: Tensor, labels: Tensor
-) -> dict[str, float]:
-    """Return median seconds of a step of the slowest rank: bare, gradwire's, and PyTorch's.
-
-    Steps alternate, so that other work on the machine slows all of them equally.
-    """
-    models = {
-        "without communication": network(0),
-        "gradwire": wrap(network(0)),
-        f"PyTorch's class on {backend}": TorchDDP(network(0), bucket_cap_mb=_BUCKET_MB),
-    }
-    if backend != "gloo":
-        gloo = dist.new_group(backend="gloo")
-        wrapped = TorchDDP(network(0), process_group=gloo, bucket_cap_mb=_BUCKET_MB)
-        models["PyTorch's class on gloo"] = wrapped
-    steps = [steps_of(model, 1 / len(labels)) for model in models.values()]
-    rounds = torch.empty(_WARM_UP + _TIMED, len(steps), dtype=torch.float64)
-    for number in range(len(rounds)):
-        for place in range(len(steps)):
-            which = (place + number) % len(steps)  # rotate the order of models
-            dist.barrier()
-            start = time.perf_counter()
-            steps[which](images, labels)
-            rounds[number, which] = time.perf_counter() - start
-    dist.all_reduce(rounds, dist.ReduceOp.MAX)
-    medians = rounds[_WARM_UP:].median(dim=0).values.tolist()
-    return dict(zip(models, medians, strict=True))

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire._processes import Deadline
-from gradwire._torch import BackendBase, outside_graphs
+from gradwire._torch import outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.operations import Operations
 from gradwire.shm.point_to_point import RingMessages
@@ -130,7 +131,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
         return False
 
 
-class ShmBackend(Operations, BackendBase):
+class ShmBackend(Operations, Backend):
     """Backend for the CPU tensors of a process group.
 
     Args:
@@ -147,14 +148,14 @@ class ShmBackend(Operations, BackendBase):
     def __init__(
         self, parts: Parts, split_off: Callable[[Any, int, list[int], timedelta], Any]
     ) -> None:
-        BackendBase.__init__(self, parts.state.rank, parts.state.size)
+        Backend.__init__(self, parts.state.rank, parts.state.size)
         Operations.__init__(self, parts)
         self._split_off = split_off
 
     @property
     def options(self) -> Any:
         """Initial options of a group split from this one."""
-        return BackendBase.Options("shm", self.timeout)
+        return Backend.Options("shm", self.timeout)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> Any:
         """Make a group of some of the ranks, in the given order."""

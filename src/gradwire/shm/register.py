@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import BackendConfig, BarrierOptions, _w
 
 import gradwire_autoload
 from gradwire._processes import Deadline
-from gradwire._torch import PYTHON_BACKENDS, BackendBase
+from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.across_hosts import AcrossHosts, Team
 from gradwire.shm.engine import Options, Transport
@@ -166,7 +166,7 @@ def create_backend(options: Any, given: object) -> Any:
     Raises:
         ArgumentTypeError: `given` is not a `gradwire.shm.Options`.
     """
-    if isinstance(given, BackendBase.Options):
+    if isinstance(given, ShmBackend.Options):
         given = None  # options of Gloo, with GRADWIRE_BACKEND=shm, or of torch itself
     if given is not None and not isinstance(given, Options):
         raise ArgumentTypeError(

@@ -27,9 +27,9 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.testing.hosts import INTERFACE, Hosts
 from gradwire.testing.worker import (
     POOL,
+    Pool,
     Task,
     Worker,
     dump_stacks,
@@ -87,7 +87,7 @@ def run_ranks(
     timeout: float = 60.0,
     args: Sequence[Any] = (),
     may_die: Collection[int] = (),
-    hosts: Sequence[int] | Hosts = (),
+    hosts: Sequence[int] | Pool = (),
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, each in its own process; return results by rank.
 
@@ -108,8 +108,7 @@ def run_ranks(
         args: Positional arguments of `fn`.
         may_die: Ranks that may end their process; the result of one that does is None.
         hosts: Number of ranks on each host: in the default group, if it is on shm, ranks of
-            different ones share no memory then, and send each other messages. Or `hosts.Hosts`,
-            where they could not share any.
+            different ones share no memory then, and send each other messages.
 
     Returns:
         What `fn` returned on rank 0, 1, ….
@@ -133,16 +132,16 @@ def run_ranks(
     if sys.platform != "linux":
         raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
-    counts = hosts.ranks if isinstance(hosts, Hosts) else hosts
+    counts = hosts.ranks if isinstance(hosts, Pool) else hosts
     if counts and (min(counts) < 1 or sum(counts) != world_size):
         raise ArgumentError(
             f"hosts has {list(counts)} ranks: give one or more for each host, {world_size} in all"
         )
     names = [f"host {host}" for host, count in enumerate(counts) for _ in range(count)]
     environment, pool = worker_environment(), POOL
-    if isinstance(hosts, Hosts):
-        pool, names = hosts.pool, []
-        environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+    if isinstance(hosts, Pool):  # of processes that are on different hosts
+        pool, names = hosts, []
+        environment["GLOO_SOCKET_IFNAME"] = hosts.interface
     try:
         call = dumps((fn, tuple(args)))
     except NotSupportedError:

@@ -201,7 +201,14 @@ class Pool:
 
     Args:
         prefix_of: The prefix of the command that starts a worker, by its number.
+
+    Attributes:
+        ranks: Number of workers on each host, if they are on several.
+        interface: Name of the network interface between these.
     """
+
+    ranks: tuple[int, ...] = ()
+    interface = "lo"
 
     def __init__(self, prefix_of: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
         self.lock = threading.Lock()

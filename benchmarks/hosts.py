@@ -41,7 +41,7 @@ class Counters:
         return Counters(self.sent - earlier.sent, self.received - earlier.received)
 
 
-class Hosts:
+class Hosts(Pool):
     """Hosts for `run_ranks(fn, hosts=...)`; a context manager, which ends them.
 
     Args:
@@ -51,24 +51,16 @@ class Hosts:
     Raises:
         NotSupportedError: This system does not let its user make namespaces; the message says why.
         ArgumentError: No hosts, or one without ranks.
-
-    Example:
-        >>> from gradwire.testing.hosts import Hosts, why_no_hosts
-        >>> def main():
-        ...     return gradwire.shm.teams(dist.group.WORLD)
-        >>> import gradwire.shm
-        >>> if not why_no_hosts():
-        ...     with Hosts([2, 1], rate="1gbit") as hosts:
-        ...         teams = run_ranks(main, 3, hosts=hosts)[0]
-        ...     assert teams == ((0, 1), (2,))
     """
+
+    interface = INTERFACE
 
     def __init__(self, ranks: Sequence[int], rate: str | None = None) -> None:
         if not ranks or min(ranks) < 1:
             raise ArgumentError(f"ranks is {list(ranks)}: give one or more for each host")
+        super().__init__(lambda rank: self.command(self.host_of(rank)))
         self.ranks, self.rate = tuple(ranks), rate
         self._holders: list[subprocess.Popen[bytes]] = []
-        self.pool = Pool(lambda rank: self.command(self.host_of(rank)))
 
     def __enter__(self) -> Hosts:
         if reason := why_no_hosts():
@@ -76,17 +68,13 @@ class Hosts:
         try:
             self._make()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the hosts, and the processes that `run_ranks` keeps on them."""
-        with self.pool.lock:
-            self.pool.close()
+        with self.lock:
+            self.close()
         for holder in self._holders:
             assert holder.stdin is not None
             holder.stdin.close()
@@ -175,13 +163,7 @@ def _limit(there: Sequence[str], device: str, rate: str | None, burst: str) -> N
 
 @cache
 def why_no_hosts() -> str:
-    """Return the reason why this system has no hosts; "" if hosts can be made.
-
-    Example:
-        >>> from gradwire.testing.hosts import why_no_hosts
-        >>> isinstance(why_no_hosts(), str)
-        True
-    """
+    """Return the reason why this system has no hosts; "" if hosts can be made."""
     make = "ip link add a type veth peer name b && tc qdisc add dev a root tbf rate 1gbit"
     command = ["unshare", "--user", "--net", "--map-root-user", "sh", "-c"]
     try:
