@@ -144,8 +144,8 @@ def adjoint_check(
 
     Called on every rank of the group; the inner products are real parts, summed over ranks. They
     are compared for each unit vector x: `op` is called once for each entry of each rank, so keep
-    inputs small. Since `op` is linear, this needs no small steps, and so
-    holds in every floating or complex dtype: the two sides may differ by 8 roundings of the
+    inputs small. Since `op` is linear, this needs no small steps, and so holds in every floating or
+    complex dtype: the two sides may differ by 8 roundings of the
     coarsest dtype among inputs and outputs, times the sum of their terms' magnitudes. To test other
     layouts, transpose or expand inside `op`. If `op` raises on one rank, the check ends as
     described for `gradcheck`.
@@ -161,8 +161,8 @@ def adjoint_check(
         True.
 
     Raises:
-        GradientError: On every rank: the sides differ, or `op` is not linear. The message names
-            the rank, the input's entry and both values.
+        GradientError: On every rank: the sides differ. The message names the rank, the input's
+            entry and both values.
         MismatchError, PeerFailedError, CollectiveTimeoutError: See `gradcheck`.
         ArgumentError, ArgumentTypeError: Inputs cannot be used, none requires grad, or `op`
             returned no tensor on any rank.
