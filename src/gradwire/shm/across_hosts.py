@@ -67,17 +67,7 @@ _AVG = number_of(ReduceOp.AVG)
 
 
 class Team(SharedMemory):
-    """Ranks of this host, with the phases of collectives that stay within it.
-
-    A *piece* is a tensor of equal shares, one for each place that owns one. In a team with more
-    places, the others help to reduce, and receive the results.
-
-    Args:
-        ranks: Ranks of the team in the group; `rank` and `size` are those in the team.
-        place: Index of this rank among them.
-        owners: Number of places that own a share.
-        peers: Connection to each other place.
-    """
+    """Ranks of this host, with the phases of collectives that stay within it."""
 
     def __init__(
         self,
@@ -87,6 +77,8 @@ class Team(SharedMemory):
         peers: dict[int, Any],
         deadline: Deadline,
     ) -> None:
+        # `ranks` are those in the group, by place; `self.rank` and `self.size` are those in the
+        # team
         self._ranks, self._owners = ranks, owners
         try:
             super().__init__(place, len(ranks), peers, deadline)
@@ -102,6 +94,8 @@ class Team(SharedMemory):
         waits = super().take_waits()
         return {self._ranks[place]: ns for place, ns in waits.items()} if waits else None
 
+    # A piece is a tensor of equal shares, one for each of the first `owners` places. The other
+    # places help to reduce, and receive the results.
     def reduce_shares(self, piece: Tensor, op: int) -> None:
         """Reduce a piece over the team, in place: each owner gets its share."""
         if self.size == 1:
@@ -140,27 +134,18 @@ class Team(SharedMemory):
 
 @dataclass(frozen=True)
 class Cut:
-    """Division into pieces of equal blocks: short at both ends of the pipeline, longer between.
-
-    Args:
-        count: Number of elements.
-        parts: Number of blocks in a piece.
-        blocks: Elements of a block in each piece; the last piece may need padding.
-
-    Example:
-        >>> from gradwire.shm.across_hosts import Cut
-        >>> cut = Cut.of(10_000_001, parts=4, itemsize=4)
-        >>> [block * 4 // 1024 for block in cut.blocks]  # KiB
-        [512, 1024, 1673, 1673, 1673, 1673, 1024, 512]
-    """
+    """Division into pieces of equal blocks: short at both ends of the pipeline, longer between."""
 
     count: int
+    # blocks in a piece
     parts: int
+    # elements of a block in each piece; the last piece may need padding
     blocks: tuple[int, ...]
 
     @classmethod
     def of(cls, count: int, parts: int, itemsize: int) -> Cut:
         """Divide `count` elements into pieces of `parts` blocks."""
+        # 10,000,001 float32 in 4 parts: blocks of 512, 1024, 1673 (four times), 1024 and 512 KiB
         left = -(-count // parts)
         small = max(1, SMALL_BYTES // itemsize)
         largest = min(LARGE_BYTES // itemsize, max(small, left // FRACTION))
@@ -192,11 +177,7 @@ def pipelined(pieces: int, phases: Sequence[Callable[[int], None]]) -> None:
 
 
 class AcrossHosts:
-    """State of a group over several hosts on one rank, with its collectives.
-
-    Attributes:
-        deadline: Deadline of the running operation.
-    """
+    """State of a group over several hosts on one rank, with its collectives."""
 
     def __init__(self, rank: int, teams: Teams, team: Team, transport: Transport) -> None:
         self.rank, self.size = rank, sum(map(len, teams.ranks))
@@ -469,14 +450,13 @@ class _InPieces:
 
 
 class _AllReduce(_InPieces):
-    """An all_reduce between teams; with two, each sends its sums to the other, and both add them.
-
-    Between two this moves as many bytes as if each team reduced a half for both, in one message
-    instead of two in a row. Both get the same bits: they add the same numbers in the same order.
-    """
+    """All_reduce between teams; with two, each sends its sums to the other, and both add them."""
 
     def __init__(self, state: AcrossHosts, flat: Tensor, op: int) -> None:
         teams = state.teams
+        # Between two teams this moves as many bytes as if each reduced a half for both, in one
+        # message instead of two in a row. Both get the same bits: they add the same numbers in the
+        # same order.
         self._divides = teams.count > 2
         super().__init__(state, flat, teams.owners * (teams.count if self._divides else 1))
         self._op = op
@@ -551,11 +531,7 @@ class _AllReduce(_InPieces):
 
 
 class _Broadcast(_InPieces):
-    """A broadcast: the root's team sends a part to each other team, and these exchange their parts.
-
-    Args:
-        flat: Tensor with the root's values; filled on other ranks.
-    """
+    """Broadcast: the root's team sends each other team a part, and these exchange their parts."""
 
     def __init__(self, state: AcrossHosts, flat: Tensor, root: int) -> None:
         teams = state.teams

@@ -69,19 +69,12 @@ class PostedReceive:
 
 
 class Mailbox:
-    """Unexpected messages and posted receives of a rank; used with the links' lock held.
-
-    The thread that matches a message and a receive removes both under the lock and copies after
-    releasing it. The copy of a large message must delay neither other receives nor the errors of
-    receives whose peer is lost.
-
-    Attributes:
-        last_post: Time of the last post of a receive, by `time.monotonic`; 0 if a message was sent
-            since then.
-    """
+    """Unexpected messages and posted receives of a rank; used with the links' lock held."""
 
     def __init__(self, peers: int) -> None:
         self._peers = peers
+        # time of the last post of a receive, by `time.monotonic`; 0 if a message was sent since
+        # then
         self.last_post = 0.0
         self._silent: set[int] = set()  # peers from which no message can arrive any more
         self._unexpected: deque[Envelope] = deque()
@@ -91,6 +84,9 @@ class Mailbox:
         """Return True if there are messages or receives; without the lock, as of some moment."""
         return bool(self._posted or self._unexpected)
 
+    # The thread that matches a message and a receive removes both under the lock and copies after
+    # releasing it. The copy of a large message must delay neither other receives nor the errors of
+    # receives whose peer is lost.
     def post(self, receive: PostedReceive) -> Envelope | None:
         """Return the first matching message that has arrived; keep the receive if there is none."""
         for envelope in self._unexpected:
@@ -148,23 +144,18 @@ class Mailbox:
 
 
 class Assembly:
-    """A message that has not arrived completely.
-
-    Attributes:
-        receive: Matching receive, once found.
-        arrived: Number of bytes that have arrived.
-        data: Tensor into which the message is copied: the receive's tensor if possible, else
-            separate memory; None before `allocate`.
-        address: Address of `data`.
-    """
+    """A message that has not arrived completely."""
 
     __slots__ = ("address", "arrived", "data", "dtype", "head", "nbytes", "receive")
 
     def __init__(self, head: Head) -> None:
         self.head, self.dtype = head, DTYPES[head.dtype]
         self.nbytes = head.elements * self.dtype.itemsize
+        # the matching one, once found
         self.receive: PostedReceive | None = None
+        # in bytes
         self.arrived = 0
+        # the receive's tensor if possible, else separate memory; None before `allocate`
         self.data: Tensor | None = None
         self.address = 0
 
@@ -199,14 +190,11 @@ def _never() -> bool:
 
 
 class Arrivals:
-    """Messages that have arrived from one rank.
-
-    Attributes:
-        ring: Ring of the sender, once this rank has found it.
-    """
+    """Messages that have arrived from one rank."""
 
     def __init__(self, source: int, links: Links, mailbox: Mailbox) -> None:
         self._source, self._links, self._mailbox = source, links, mailbox
+        # ring of the sender, once this rank has found it
         self.ring: MessageRing | None = None
         self._rests: dict[int, tuple[Head, Tensor]] = {}
         self._expected = 0

@@ -85,14 +85,11 @@ class _Closed:
 
 
 class Transport:
-    """Engine as one rank uses it, and the report of a failure to the other ranks.
-
-    Args:
-        engine: Engine, to which the caller keeps no reference.
-        store: Store of the group, which receives the reason of the first failure.
-    """
+    """Engine as one rank uses it, and the report of a failure to the other ranks."""
 
     def __init__(self, engine: Any, rank: int, size: int, store: Store) -> None:
+        # The caller keeps no reference to the engine. The store receives the reason of the first
+        # failure.
         self._engine, self._rank, self._size, self._store = engine, rank, size, store
         self._cut = False
         self._end: Callable[[], object] = getattr(engine, "shutdown", lambda: None)
@@ -194,14 +191,11 @@ class Transport:
 
 
 class Transfer:
-    """A pending message or collective of the engine.
-
-    Args:
-        args: Arguments of the engine's method: tensors are kept alive until it is done.
-        peer: Name of the other ranks.
-    """
+    """A pending message or collective of the engine."""
 
     def __init__(self, transport: Transport, work: Any, args: Sequence[Any], peer: str) -> None:
+        # the arguments keep the engine's tensors alive until it is done; `peer` names the other
+        # ranks
         self._transport, self._work, self._args, self._peer = transport, work, args, peer
 
     def wait(self, deadline: Deadline) -> None:

@@ -46,40 +46,31 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Call(NamedTuple):
-    """A collective as one rank calls it.
+    """A collective as one rank calls it."""
 
-    Args:
-        kind: Name of the collective, one of `KINDS`.
-        dtype: Dtype of the tensors.
-        numel: Elements of one block if all ranks must have the same number, else 0.
-        op: Number of the reduce op; -1 if nothing is reduced.
-        root: Rank of the root in the group; -1 if there is none.
-        sends: Elements for each rank if these may differ, else empty.
-        receives: Elements expected from each rank; same length as `sends`.
-        checksum: Checksum of the dtypes and sizes in a list of tensors; 0 without a list.
-    """
-
+    # one of `KINDS`
     kind: str
     dtype: torch.dtype = torch.uint8
+    # elements of one block if all ranks must have the same number, else 0
     numel: int = 0
+    # number of the reduce op; -1 if nothing is reduced
     op: int = -1
+    # rank in the group; -1 if there is none
     root: int = -1
+    # elements for each rank, and those expected from each, if these may differ; else empty
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    # of the dtypes and sizes in a list of tensors; 0 without a list
     checksum: int = 0
 
 
 class Location(NamedTuple):
-    """Location of a rank's data for a collective.
+    """Location of a rank's data for a collective."""
 
-    Args:
-        region: Number of one of the rank's regions; `INLINE` for data beside the header, `PRIVATE`
-            for data in memory that the rank does not share.
-        offset: Bytes from the region's start; for private data, index in `RINGS` of the ring that
-            the rank requests.
-    """
-
+    # number of one of the rank's regions; `INLINE` for data beside the header, `PRIVATE` for data
+    # in memory that the rank does not share
     region: int
+    # bytes from the region's start; for private data, index in `RINGS` of the requested ring
     offset: int = 0
 
 

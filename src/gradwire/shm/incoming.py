@@ -26,16 +26,13 @@ _AT_ONCE_SECONDS = 30e-6
 
 
 class Incoming:
-    """Receiving side of one pair of ranks.
-
-    Args:
-        find_ring: Function that returns the sender's ring, once the sender has filled a slot.
-    """
+    """Receiving side of one pair of ranks."""
 
     def __init__(
         self, source: int, links: Links, mailbox: Mailbox, find_ring: Callable[[], MessageRing]
     ) -> None:
         self._source, self._links, self._mailbox = source, links, mailbox
+        # called once the sender has filled a slot
         self._find_ring = find_ring
         self._arrivals = Arrivals(source, links, mailbox)
         self.add_rest = self._arrivals.add_rest

@@ -47,19 +47,14 @@ class Kind(IntEnum):
 
 @dataclass
 class Message:
-    """One message to a peer or from it.
-
-    Attributes:
-        kind, tag, number: See `Kind`.
-        data: Bytes after the head.
-        fd: Descriptor sent with the message, or -1; a received one is closed after `receive` has
-            returned.
-    """
+    """One message to a peer or from it."""
 
     kind: Kind
+    # `tag` and `number`: see `Kind`
     tag: int = 0
     number: int = 0
     data: bytes = b""
+    # descriptor sent with the message, or -1; a received one is closed after `receive` has returned
     fd: int = -1
 
     def head(self) -> bytes:
@@ -72,30 +67,23 @@ Receive = Callable[[int, Message], Callable[[], None] | None]
 
 
 class Links:
-    """Connections of one rank.
-
-    Args:
-        peers: Connected socket for each other rank.
-
-    Attributes:
-        receive: Function called in the reading thread, with `lock` held, with a peer and its
-            message; its result is called in that thread after `lock` is released.
-        on_lost: Function called in the same way with a peer that is lost.
-        lock: Lock held whenever a message is received or a peer is lost.
-        changed: Condition of `lock`, notified afterwards. A signal handler's exception cannot leave
-            the lock held, unlike the condition.
-        lost: Errors that waits for a peer raise, by peer that died, left or failed.
-        aborted: Error with which all waits of this rank fail, once it aborted.
-        ranks: Numbers by which errors name the ranks; in a team, those of the group.
-    """
+    """Connections of one rank."""
 
     def __init__(self, peers: dict[int, socket.socket]) -> None:
+        # held whenever a message is received or a peer is lost
         self.lock = threading.RLock()
+        # notified afterwards; a signal handler's exception cannot leave the lock held, unlike the
+        # condition
         self.changed = threading.Condition(self.lock)
+        # errors that waits for a peer raise, by peer that died, left or failed
         self.lost: dict[int, DistributedError] = {}
+        # error with which all waits of this rank fail, once it aborted
         self.aborted: DistributedError | None = None
+        # numbers by which errors name the ranks; in a team, those of the group
         self.ranks: Sequence[int] = range(len(peers) + 1)
         self._peers = peers
+        # Called in the reading thread, with `lock` held; the result is called in that thread after
+        # `lock` is released. `on_lost` is called in the same way.
         self.receive: Receive = lambda peer, message: None
         self.on_lost: Callable[[int], Callable[[], None] | None] = lambda peer: None
         self._later: list[Callable[[], None]] = []  # used only by the reading thread

@@ -57,18 +57,7 @@ def _memmove() -> Callable[[int, int, int], None]:
 
 
 class GroupState:
-    """State of a group on one rank: where data is, and the pipeline that moves it in pieces.
-
-    Args:
-        peers: Connection to each other rank.
-
-    Attributes:
-        other: Handler of messages that do not concern regions; see `receive` of `Links`.
-        links: Connections to the peers.
-        is_awaited: Function that returns True while the main thread only waits for the running
-            operation.
-        inline_bytes: Maximum size of data beside the header.
-    """
+    """State of a group on one rank: where data is, and the pipeline that moves it in pieces."""
 
     def __init__(
         self,
@@ -95,6 +84,7 @@ class GroupState:
         self._tables = segment.tables
         self._semaphores.poll = self._check_peers
         self._inline = segment.inline
+        # maximum size of data beside the header
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
         # last mismatch of this group; a weak reference, as its traceback keeps the callers' frames
@@ -107,6 +97,7 @@ class GroupState:
             self.links.report_failure,
             self.links.close_in_child,
         )
+        # handler of messages that do not concern regions; see `receive` of `Links`
         self.other: Receive = lambda peer, message: None
         self._regions = Regions(self.links)
         self.locate = self._regions.locate
@@ -114,6 +105,7 @@ class GroupState:
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowded = self._spins == 1
         self._ring: int | None = None
+        # returns True while the main thread only waits for the running operation
         self.is_awaited: Callable[[], bool] = lambda: False
 
     def begin(self, mark: int, seconds: float) -> None:
@@ -276,20 +268,10 @@ class GroupState:
     def pipeline(
         self, pieces: int, *, stages: int, partners: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
-        """Yield the steps of a pipeline, in each of which every stage works on another piece.
-
-        A rank posts after each step, and waits only for the posts of `ring.lag(stages)` steps ago:
-        a rank may be that many steps ahead. After the wait, data that the other ranks wrote in the
-        previous stage can be read, and slots that they have read can be written again.
-
-        Args:
-            pieces: Number of pieces.
-            stages: Number of steps per piece.
-            partners: Ranks to wait for; see `sync`.
-
-        Yields:
-            Number of the piece in each stage; -1 if the stage has none in this step.
-        """
+        """Yield the steps of a pipeline: the number of the piece in each stage, -1 for none."""
+        # A rank posts after each step, and waits only for the posts of `lag` steps ago: a rank may
+        # be that many steps ahead. After the wait, data that the other ranks wrote in the previous
+        # stage can be read, and slots that they have read can be written again.
         lag = self.ring.lag(stages)
         peers = self._others if partners is None else partners
         schedule = list(self.ring.schedule(pieces, stages))
@@ -311,18 +293,11 @@ class GroupState:
     def staged_location(
         self, nbytes: int, *, sends: bool = True, reduces: bool = False
     ) -> Location:
-        """Return the location of data in private memory: the ring that this rank requests.
-
-        Call it before `announce`.
-
-        Args:
-            nbytes: Bytes of the data.
-            sends: True if this rank writes the data to slots, and so needs a staging region.
-            reduces: True if all ranks reduce; see `ring_for`.
-        """
+        """Return the ring that this rank requests for private data; call it before `announce`."""
         in_main = threading.current_thread() is threading.main_thread()
         beside_others = not (in_main or self.is_awaited())
         number = ring_for(nbytes, self.size, self._crowded, beside_others, reduces)
+        # this rank writes the data to slots, and so needs a staging region
         if sends:
             self._stage(number)
         return Location(PRIVATE, number)

@@ -41,37 +41,21 @@ _IN_ORDER = platform.machine() in {"x86_64", "AMD64", "i686"}
 
 
 class Head(NamedTuple):
-    """Description of the piece of a message in a slot.
+    """Description of the piece of a message in a slot."""
 
-    Args:
-        message: Number of the message among those from this sender to this receiver.
-        tag: Tag of the message.
-        dtype: Number of the message's dtype.
-        elements: Number of elements of the message.
-        offset: Offset of the piece in the message, in bytes.
-        nbytes: Bytes of the piece.
-    """
-
+    # number of the message among those from this sender to this receiver
     message: int
     tag: int
     dtype: int
+    # of the whole message
     elements: int
+    # offset and size of the piece, in bytes
     offset: int
     nbytes: int
 
 
 class MessageRing:
-    """One side of a ring; used by one thread of the sender and one of the receiver at a time.
-
-    Semaphores count the slots, wake a waiting thread, and order memory. A signal handler may raise
-    just after the receiver decremented one, so that the receiver does not know it: it increments
-    it again, and recognizes a surplus by the slots' stamps.
-
-    Args:
-        memory: `RING_BYTES` bytes that both sides map.
-        yields, is_beside: Arguments of `Semaphore`, for the other side of the ring.
-        create: True for the sender, which initializes the ring.
-    """
+    """One side of a ring; used by one thread of the sender and one of the receiver at a time."""
 
     def __init__(
         self,
@@ -84,6 +68,9 @@ class MessageRing:
     ) -> None:
         self._memory = memory  # kept mapped
         address = memory.data_ptr()
+        # They count the slots, wake a waiting thread, and order memory. A signal handler may raise
+        # just after the receiver decremented one, so that the receiver does not know it: it
+        # increments it again, and recognizes a surplus by the slots' stamps.
         semaphores = [
             Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins, yields, is_beside)
             for i in range(_SEMAPHORES)
@@ -141,15 +128,12 @@ class MessageRing:
         return None
 
     def seems_filled(self, *, soon: bool) -> bool:
-        """Return True if the next slot seems to be filled; in any thread.
-
-        Args:
-            soon: True to check for 30 µs, unless that would block the sender's core.
-        """
+        """Return True if the next slot seems to be filled; in any thread."""
         read, heads, filled = _STAMP.unpack_from, self._heads, (self._count + 1,)
         at = self._count % SLOTS * _STAMPED.size
         if read(heads, at) == filled:
             return True
+        # check for 30 µs, unless that would block the sender's core
         if soon and self._filled.can_try():
             for _ in range(self._glances):
                 if read(heads, at) == filled:
@@ -214,11 +198,7 @@ wait at all until a slot is free."""
 
 
 class Outgoing:
-    """Sending side of one pair of ranks; any thread may send.
-
-    Args:
-        make_ring: Function that makes the ring, called for the first message.
-    """
+    """Sending side of one pair of ranks; any thread may send."""
 
     def __init__(self, peer: int, links: Links, make_ring: Callable[[], MessageRing]) -> None:
         self._peer, self._links, self._make_ring = peer, links, make_ring

@@ -118,19 +118,11 @@ class Movement(GroupState):
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
-        """Fetch the block that every other rank has for this one.
-
-        Args:
-            call: Call with tables of block sizes, or with the size of all blocks.
-            outgoing: Block of this rank for each rank; one for all if `shared`; or empty.
-            incoming: Tensor for each rank's block, 1-d and contiguous; None if there is none. If
-                they overlap outgoing blocks, these are copied first.
-            base: Contiguous tensor that holds the outgoing blocks in order; None to find it, if
-                they are adjacent.
-            shared: True if a rank's one block goes to all ranks.
-        """
+        """Fetch the block that every other rank has for this one."""
+        # `outgoing` has a block for each rank, or one for all if `shared`, or none
         own = outgoing[0 if shared else self.rank] if outgoing else None
         if sum(block.nbytes for block in outgoing) > self.inline_bytes:
+            # incoming tensors overlap outgoing blocks: these are copied first
             if overwrites(outgoing, incoming, self.rank, own):
                 outgoing, base = [block.clone() for block in outgoing], None
                 own = outgoing[0 if shared else self.rank]
@@ -224,23 +216,16 @@ class Movement(GroupState):
         reduces: bool = False,
         limit: int = UPFRONT_BYTES[0],
     ) -> Location:
-        """Return the location of this rank's data: in a region, or the ring that it passes through.
-
-        Args:
-            blocks: Data, one block after the other.
-            base: Tensor that holds all of the data; None if there is none.
-            unread: Start and end of the elements that no other rank reads.
-            sends: True if other ranks read the data.
-            reduces: True if all ranks reduce the data at the same time.
-            limit: Maximum number of bytes in private memory that are copied to a region.
-        """
+        """Return where this rank's data is: in a region, or in the ring that it passes through."""
         location = Location(PRIVATE) if base is None else self.locate(base)
         if location.region != PRIVATE:
             return location
         nbytes = sum(block.nbytes for block in blocks)
+        # only up to `limit` bytes in private memory are copied to a region
         if nbytes > limit or not sends:
             return self.staged_location(nbytes, sends=sends, reduces=reduces)
         location, target = self.upfront(blocks[0].dtype, nbytes)
+        # no other rank reads the elements `unread`: they are not copied
         if base is not None:
             total = nbytes // base.element_size()
             copy_but(unread, base.as_strided((total,), (1,)), target)

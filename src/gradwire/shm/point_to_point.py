@@ -37,11 +37,7 @@ _MAX_TAG = 2**30
 
 
 class RingMessages:
-    """Messages of a group through rings in shared memory.
-
-    Attributes:
-        incoming: Receiving side of each pair of ranks, by the other rank.
-    """
+    """Messages of a group through rings in shared memory."""
 
     def __init__(self, state: GroupState) -> None:
         self._mailbox, self._links = Mailbox(state.size - 1), state.links

@@ -132,13 +132,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
 
 class ShmBackend(Operations, Backend):
-    """Backend for the CPU tensors of a process group.
-
-    Args:
-        parts: Parts of the group on this rank.
-        split_off: Function that makes a group from a store, a rank, the ranks of this group that
-            form it, and a timeout.
-    """
+    """Backend for the CPU tensors of a process group."""
 
     # torch 2.15 reads these from the class; its own properties of these names would recurse
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_window = False
@@ -150,6 +144,7 @@ class ShmBackend(Operations, Backend):
     ) -> None:
         Backend.__init__(self, parts.state.rank, parts.state.size)
         Operations.__init__(self, parts)
+        # makes a group from a store, a rank, the ranks of this group that form it, and a timeout
         self._split_off = split_off
 
     @property

@@ -308,17 +308,14 @@ class SharedMemory(Movement):
 
 
 class KnownCall:
-    """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header.
-
-    Attributes:
-        like: Recorder's entry of an earlier call.
-    """
+    """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header."""
 
     __slots__ = ("_exchange", "_reduce", "like")
 
     def __init__(self, state: SharedMemory, call: Call, shape: torch.Size) -> None:
         self._exchange = state.short_exchange(call, shape)
         self._reduce = reducer(call.op, state.size)
+        # recorder's entry of an earlier call
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
@@ -327,11 +324,7 @@ class KnownCall:
 
 
 class KnownCalls:
-    """Cache of the setup of calls, from the second call of a kind on.
-
-    The setup takes as long as some calls, which programs whose sizes always change would not
-    regain.
-    """
+    """Cache of the setup of calls, from the second call of a kind on."""
 
     def __init__(self, state: SharedMemory) -> None:
         self._state = state
@@ -343,6 +336,8 @@ class KnownCalls:
         known = self._of.get(key)
         if known is None and tensor.dtype in NUMBERS:
             check_reduction(op, tensor.dtype)
+            # the setup takes as long as some calls, which programs whose sizes always change would
+            # not regain
             if key in self._of and 0 < tensor.nbytes <= self._state.inline_bytes:
                 call = Call("all_reduce", tensor.dtype, tensor.numel(), op)
                 known = KnownCall(self._state, call, tensor.shape)

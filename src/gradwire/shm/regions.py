@@ -46,11 +46,7 @@ _Views = dict[tuple[torch.dtype, int, int], Tensor]
 
 
 class Regions:
-    """Regions that one rank has mapped: its own and those of its peers.
-
-    Args:
-        links: Connections to the peers.
-    """
+    """Regions that one rank has mapped: its own and those of its peers."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -196,13 +192,9 @@ class Regions:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of a staging region.
+    """Slots of a staging region."""
 
-    Args:
-        slots: Number of slots; with one, a piece is copied in after the last was copied out.
-        slot_bytes: Bytes of each slot.
-    """
-
+    # with one, a piece is copied in after the last was copied out
     slots: int
     slot_bytes: int
 

@@ -157,15 +157,7 @@ def empty(
 
 
 def create_backend(options: Any, given: object) -> Any:
-    """Return a group's backend; torch.distributed calls this.
-
-    Args:
-        options: Description of the group by torch.distributed.
-        given: Caller's `pg_options`.
-
-    Raises:
-        ArgumentTypeError: `given` is not a `gradwire.shm.Options`.
-    """
+    """Return a group's backend; torch.distributed calls this with the caller's `pg_options`."""
     if isinstance(given, ShmBackend.Options):
         given = None  # options of Gloo, with GRADWIRE_BACKEND=shm, or of torch itself
     if given is not None and not isinstance(given, Options):
@@ -185,15 +177,10 @@ def make_backend(
     timeout: timedelta,
     options: Options | None = None,
 ) -> Any:
-    """Return a backend for a group's CPU tensors: shm, or Gloo if no ranks can share memory.
-
-    Args:
-        store: Store, prefixed with the group's name.
-        rank: Rank of this process in the group.
-        members: Global ranks in group order, by which the ranks agree on the group.
-        timeout: Timeout for the group to form, and of operations without their own.
-        options: Caller's options.
-    """
+    """Return a backend for a group's CPU tensors: shm, or Gloo if no ranks can share memory."""
+    # `store` is prefixed with the group's name. The ranks agree on the group by `members`, its
+    # global ranks in group order. `timeout` is for the group to form, and of operations without
+    # their own.
     size = len(members)
     with Forming(store, rank, members) as forming:
         if forming.all_available(is_available(), timeout):
@@ -211,11 +198,7 @@ def make_backend(
 def _form_group(
     forming: Forming, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Operations | None:
-    """Connect to the other ranks; return the group on all ranks, or None on all.
-
-    Raises:
-        DistributedError: A rank failed; raised on all ranks.
-    """
+    """Connect to the other ranks; on all of them, return the group, return None, or raise."""
     group: Operations | None = None
     store = forming.store
     try:
@@ -276,18 +259,12 @@ _announced: list[int] = []
 def make_group_without_gloo(
     make: Callable[[str], tuple[Any, Any]], backend: str
 ) -> tuple[Any, Any]:
-    """Make a group with shm in place of Gloo, and keep the requested name.
-
-    Programs read the name: some refuse an unknown backend, some continue to train without
-    communication.
-
-    Args:
-        make: Function that makes the group of a backend and returns it, or `NON_GROUP_MEMBER`, and
-            its store.
-        backend: Backend in torch.distributed's notation: "gloo", "cpu:gloo,cuda:nccl", "undefined".
-    """
+    """Make a group with shm in place of Gloo, and keep the requested name."""
+    # torch.distributed's notation: "gloo", "cpu:gloo,cuda:nccl", "undefined"
     instead = with_shm(backend)
     group, store = make(instead)
+    # Programs read the name: some refuse an unknown backend, some continue to train without
+    # communication. The group may be `NON_GROUP_MEMBER`.
     if instead != backend and isinstance(group, ProcessGroup):
         _announce(group)
         _world.pg_map[group] = (backend, _world.pg_map[group][1])

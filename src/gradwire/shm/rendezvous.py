@@ -43,22 +43,14 @@ def identity_of(*parts: object) -> int:
 
 
 class Forming:
-    """One rank's part in forming a group, until the ranks are known to form the same one.
-
-    Args:
-        store: Store, prefixed with the group's name.
-        members: Global ranks of the group, in group order.
-
-    Attributes:
-        identity: Number of this group and attempt, equal on all of its ranks.
-        store: Store for this group and attempt alone.
-    """
+    """One rank's part in forming a group, until the ranks are known to form the same one."""
 
     def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
         self._named, self._rank, self._members = store, rank, list(members)
         own = PrefixStore(f"ranks {identity_of(self._members)}", store)
         # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
         time = own.add(f"times/{rank}", 1)
+        # identity and store are of this group and attempt alone, and equal on all of its ranks
         self.identity = identity_of(self._members, time)
         self.store = self._store_of(self._members, time)
         self._claim: dict[str, Any] = {"members": self._members, "time": time, "forming": True}
@@ -133,25 +125,12 @@ def report_failure(store: Store, rank: int, reason: Exception) -> None:
 def connect_all(
     store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
 ) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
-    """Return connections to the other ranks of this one's team, and all teams, equal on all ranks.
-
-    Args:
-        store: Store used by this group alone.
-        rank: Rank of this process.
-        size: Number of ranks.
-        timeout: Timeout for the whole rendezvous.
-        identity: Number of the group, equal on all ranks.
-        host: Name of the host; ranks with another name count as being on another host.
-
-    Raises:
-        CollectiveTimeoutError: A rank did not connect in time.
-        PeerFailedError: A rank failed.
-        PeerLostError: The rank that hosts the store is gone.
-        OSError: A system limit was reached, such as that on open files.
-    """
+    """Return connections to the other ranks of this team, and all teams, equal on all ranks."""
     peers: dict[int, socket.socket] = {}
+    # ranks with another host name count as being on another host
     label = f"/{host}".encode()
     try:
+        # an OSError is a system limit that was reached, such as that on open files
         with Listener() as listener:
             store.set(f"address/{rank}", listener.name + label.decode())
             for lower, address in enumerate(values_of_ranks(store, "address", rank, _JOIN)):
@@ -189,14 +168,11 @@ def _reached(store: Store, size: int) -> list[list[int]]:
 
 
 class Listener:
-    """Socket to which other processes of this user on this host connect.
-
-    Attributes:
-        name: Random address, which ends with the process.
-    """
+    """Socket to which other processes of this user on this host connect."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # random; this abstract address ends with the process
         self.name = f"gradwire-{secrets.token_hex(16)}"
         try:
             self._socket.bind(f"\0{self.name}")
@@ -239,20 +215,8 @@ class Listener:
 def connect_by_name(
     listener: Listener, names: Sequence[str], rank: int, uuid: int, deadline: Deadline
 ) -> dict[int, socket.socket]:
-    """Return connections to all other ranks, made by the names of the ranks' listeners.
-
-    Args:
-        listener: Listener of this rank.
-        names: Names of all ranks' listeners.
-        rank: Rank of this process.
-        uuid: Number of the group, equal on all ranks and never used before.
-        deadline: Deadline for all connections.
-
-    Raises:
-        PeerLostError: No process of this user on this host listens under one of the names.
-        PeerFailedError: Another rank failed.
-        CollectiveTimeoutError: Another rank did not connect in time.
-    """
+    """Return connections to all other ranks, made by the names of the ranks' listeners."""
+    # `uuid` is equal on all ranks and was never used before
     identity = identity_of(uuid, list(names))
     peers: dict[int, socket.socket] = {}
     try:
@@ -339,25 +303,14 @@ def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...
 
 
 class Teams:
-    """Teams of a group, as one of its ranks sees them.
-
-    Args:
-        ranks: Ranks of each team, in order.
-        rank: Rank of this process.
-
-    Attributes:
-        team: Index of this rank's team.
-        place: Index of this rank in its team.
-        own: Ranks of this rank's team.
-        count: Number of teams.
-        others: Indices of the other teams, the next first: no two teams begin with the same one.
-        owners: Number of ranks per team that own a share of reduced data: size of the smallest.
-    """
+    """Teams of a group, as one of its ranks sees them."""
 
     def __init__(self, ranks: tuple[tuple[int, ...], ...], rank: int) -> None:
         self.ranks, self.count = ranks, len(ranks)
         self.team = next(i for i, members in enumerate(ranks) if rank in members)
         self.own = ranks[self.team]
         self.place = self.own.index(rank)
+        # the next first: no two teams begin with the same one
         self.others = [(self.team + i) % self.count for i in range(1, self.count)]
+        # number of ranks per team that own a share of reduced data: size of the smallest
         self.owners = min(map(len, ranks))

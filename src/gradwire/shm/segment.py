@@ -43,20 +43,15 @@ def _allocate(fd: int, offset: int, size: int) -> None:
 
 
 class GrowingMemory:
-    """One descriptor for all memory that a rank shares: it grows, and is sent to peers once.
-
-    A descriptor per allocation would be in flight to every peer at the same time, and the kernel
-    limits a process's descriptors in flight like its open ones (`ulimit -n`).
-
-    Attributes:
-        fd: Descriptor, closed when this object is deleted.
-    """
+    """One descriptor for all memory that a rank shares: it grows, and is sent to peers once."""
 
     fd = -1
 
     def __init__(self) -> None:
         import fcntl  # here: missing, or without seals, on systems other than Linux
 
+        # A descriptor per allocation would be in flight to every peer at the same time, and the
+        # kernel limits a process's descriptors in flight like its open ones (`ulimit -n`).
         self.fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # `os` may be gone when `__del__` runs at the interpreter's exit
         self._close, self._end = os.close, 0
@@ -113,18 +108,7 @@ def check_sealed(fd: int, size: int = 0) -> None:
 
 
 class Mapping:
-    """Mapping of a descriptor's memory in this process's address space.
-
-    Args:
-        fd: Descriptor, which can be closed afterwards.
-        on_unmap: Function called just before the memory is unmapped, in any thread.
-        offset: Start in the descriptor's memory, a multiple of the page size.
-        size: Number of bytes; all bytes if None.
-
-    Attributes:
-        bytes: Memory as bytes.
-        flat: Memory as a uint8 tensor; it is unmapped with the last tensor of its storage.
-    """
+    """Mapping of a descriptor's memory in this process's address space."""
 
     def __init__(
         self,
@@ -133,11 +117,14 @@ class Mapping:
         offset: int = 0,
         size: int | None = None,
     ) -> None:
+        # `fd` can be closed afterwards; `offset` is a multiple of the page size
         size = os.fstat(fd).st_size if size is None else size
         memory = _array_type(size).from_address(_map(fd, size, offset))
+        # called just before the memory is unmapped, in any thread
         memory.on_unmap = on_unmap
         self.bytes = memoryview(memory).cast("B")
         with torch.inference_mode(False):  # it may be written outside inference mode later
+            # the memory is unmapped with the last tensor of this storage
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -47,12 +47,10 @@ class _Timespec(ctypes.Structure):
 
 
 class MainThread:
-    """State of the main thread, while it waits for another thread, which may then yield.
+    """State of the main thread, while it waits for another thread, which may then yield."""
 
-    An asynchronous all_reduce that is waited for at once then takes 0.6 to 0.94 of the time between
-    four ranks on two cores, and 0.97 to 1 between two.
-    """
-
+    # An asynchronous all_reduce that is waited for at once then takes 0.6 to 0.94 of the time
+    # between four ranks on two cores, and 0.97 to 1 between two.
     # condition that it waits for; not an Event: a signal handler may wait as well amid setting it
     awaited: Callable[[], bool] | None = None
 
@@ -89,13 +87,7 @@ def libraries() -> tuple[Any, Any]:
 
 
 class Semaphore:
-    """Semaphore in shared memory.
-
-    Args:
-        yields: Number of yields before sleeping; None for 0.3 ms of yields.
-        is_beside: Function that returns True if the posting rank is probably on the same core:
-            then attempts are useless before it gets the core. Called only if `yields` is None.
-    """
+    """Semaphore in shared memory."""
 
     def __init__(
         self,
@@ -107,6 +99,9 @@ class Semaphore:
         quick, slow = libraries()
         self._post, self._try, self._get = quick.sem_post, quick.sem_trywait, quick.sem_getvalue
         self._wait, self._yield = slow.sem_clockwait, slow.sched_yield
+        # `yields`: number of yields before sleeping; None for 0.3 ms of yields. Only then is
+        # `is_beside` called, which returns True if the posting rank is probably on the same core:
+        # attempts are useless before it gets the core.
         self._at, self._spins, self._yields, self._is_beside = address, spins, yields, is_beside
         self._value = ctypes.c_int()  # kept: making one takes longer than reading the semaphore
         self._value_at = ctypes.byref(self._value)
@@ -192,30 +187,15 @@ _POLL_SECONDS = 0.05
 
 
 class GroupSegment:
-    """Segment of a group, as this process maps it: rank 0 allocates it, and sends it to the others.
-
-    It holds the semaphores, the ranks' cores and, for each rank, two headers with short data
-    ("inline") beside them. There are two because a fast rank may begin the next collective while a
-    slow one still reads the headers of the last. It cannot begin the one after that, which needs a
-    post of the slow rank.
-
-    Attributes:
-        semaphores: Semaphores of the group.
-        placement: Cores of the ranks.
-        headers: Header of each rank, for even and for odd collectives.
-        tables: Number of elements that each rank sends to each other, and that each expects from
-            each other, as int64 tensors by sender and receiver; for even and odd collectives.
-        inline: Memory of the data beside each header, as uint8 tensors; for even and odd
-            collectives.
-
-    Raises:
-        PeerLostError, CollectiveTimeoutError: Rank 0 did not send it, or a rank is gone.
-        DistributedError: There is not enough memory.
-    """
+    """Segment of a group in this process: rank 0 allocates it, and sends it to the others."""
 
     def __init__(
         self, rank: int, peers: dict[int, socket.socket], spins: int, deadline: Deadline
     ) -> None:
+        # It holds the semaphores, the ranks' cores and, for each rank, two headers with short data
+        # ("inline") beside them. There are two because a fast rank may begin the next collective
+        # while a slow one still reads the headers of the last. It cannot begin the one after that,
+        # which needs a post of the slow rank.
         ranks = len(peers) + 1
         places_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
         headers_at = places_at + PLACE_BYTES * ranks
@@ -250,7 +230,10 @@ class GroupSegment:
         )
         tables = numbers[..., TABLES_AT : TABLES_AT + 2 * ranks].split(ranks, dim=2)
         inline = memory.flat[inline_at:].view(2, ranks, inline_bytes)
+        # each for even and for odd collectives, and by rank
         self.headers = [headers[:ranks], headers[ranks:]]
+        # elements that each rank sends to each other, and that each expects from each other, by
+        # sender and receiver
         self.tables = [(sent, expected.t()) for sent, expected in zip(*tables, strict=True)]
         self.inline = [half.unbind(0) for half in inline]
 
@@ -269,17 +252,10 @@ def _receive_segment(rank_0: socket.socket, size: int, deadline: Deadline) -> in
 
 
 class Placement:
-    """Cores on which the ranks last waited, in shared memory.
-
-    A rank reads here whether it occupies the core of the rank that it waits for. The kernel puts
-    two ranks on one core while another process keeps the other cores busy, and for some ms after
-    they were idle. The entries are hints that affect only speed, so reads and writes are unordered.
-
-    Args:
-        memory: `PLACE_BYTES` for each rank, zero when the group forms.
-    """
+    """Cores on which the ranks last waited, in shared memory."""
 
     def __init__(self, memory: memoryview, rank: int) -> None:
+        # `PLACE_BYTES` for each rank, zero when the group forms
         self._places = memory.cast("i")
         self._stride = PLACE_BYTES // self._places.itemsize
         self._own = rank * self._stride
@@ -287,6 +263,9 @@ class Placement:
 
     def is_beside(self, peer: int) -> bool:
         """Record this thread's core; return True if the peer's recorded core is the same."""
+        # The kernel puts two ranks on one core while another process keeps the other cores busy,
+        # and for some ms after they were idle. The entries are hints that affect only speed, so
+        # reads and writes are unordered.
         here: int = self._core() + 1  # 0: a rank that has not waited yet
         self._places[self._own] = here
         return self._places[peer * self._stride] == here
@@ -297,25 +276,20 @@ class Placement:
 
 
 class Semaphores:
-    """Semaphores of a group as one rank uses them: one for each ordered pair of ranks.
-
-    Args:
-        address: Address of the `size` × `size` semaphores in this process.
-
-    Attributes:
-        poll: Function called every 50 ms of a wait with the peers whose posts are missing; it
-            raises to end the wait.
-        waited: Nanoseconds that this rank waited for each peer whose post took more than some µs;
-            the reader replaces it by an empty dict.
-    """
+    """Semaphores of a group as one rank uses them: one for each ordered pair of ranks."""
 
     def __init__(
         self, address: int, rank: int, size: int, spins: int, placement: Placement
     ) -> None:
+        # address of the `size` × `size` semaphores in this process
         self._address, self._size, self._spins = address, size, spins
         self._placement = placement
         self._glances = min(spins, _GLANCES)
+        # ns that this rank waited for each peer whose post took more than some µs; the reader
+        # replaces it by an empty dict
         self.waited: dict[int, int] = {}
+        # called every 50 ms of a wait with the peers whose posts are missing; raises to end the
+        # wait
         self.poll: Callable[[Sequence[int]], None] = lambda missing: None
         self._from = [self._at(peer, rank) for peer in range(size)]
         # short operations use these without a method call in between

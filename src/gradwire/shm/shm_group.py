@@ -58,18 +58,12 @@ class _Marks(threading.local):
 
 
 class Parts(NamedTuple):
-    """Parts of a group on one rank.
-
-    Args:
-        state: State of the group on this rank, with its collectives.
-        messages: Point-to-point messages.
-        seconds: Timeout of operations without their own.
-        known: Cached setups of calls; None if there are none.
-    """
+    """Parts of a group on one rank."""
 
     state: State
     messages: Messages
     queue: Queue
+    # timeout of operations without their own
     seconds: float
     known: KnownCalls | None = None
 
@@ -81,24 +75,20 @@ _JOINED: set[Group] = set()
 
 
 class Group:
-    """One rank of a group, from joining to leaving.
-
-    Attributes:
-        state, messages, known: See `Parts`.
-        seconds: Timeout of operations without their own; may be changed.
-        closed: Reason for which this rank has left; "" while it is in the group.
-        submitted: Number of submitted collectives, equal on ranks that are in step.
-        observer: Function called with each collective at its submission, or None.
-    """
+    """One rank of a group, from joining to leaving."""
 
     def __init__(self, parts: Parts) -> None:
+        # `seconds`, the timeout of operations without their own, may be changed
         self.state, self.messages, self._queue, self.seconds, self.known = parts
         self._marks = _Marks()
+        # reason for which this rank has left; "" while it is in the group
         self.closed = ""
         self._release_pending = False  # left amid an operation that still uses the memory
         self._failure: BaseException | None = None  # a copy, never raised itself
         self.recorded = RecordedGroup(self)
+        # number of submitted collectives, equal on ranks that are in step
         self.submitted = 0
+        # called with each collective at its submission
         self.observer: Observer | None = None
         _GROUPS.add(self)
         _JOINED.add(self)
@@ -148,17 +138,9 @@ class Group:
         op: str = "collective",
         sources: Sequence[Tensor] | None = None,
     ) -> Work:
-        """Run a job after all jobs submitted before.
-
-        Args:
-            job: Function that runs the collective.
-            tensors: Tensors that it fills, which are the value of its future.
-            opts: torch's options, of which the timeout and `asyncOp` are used.
-            observed: Arguments for the observer.
-            op: Name of the collective in the recorder.
-            sources: Tensors that it reads, if not `tensors`.
-        """
+        """Run a job after all jobs submitted before."""
         self.check_usable()
+        # the job reads `sources` and fills `tensors`, which are the value of its future
         inputs = tensors if sources is None else sources
         entry = self._record(op, inputs, tensors, observed)
         if any(map(Tensor.is_inference, tensors)):
@@ -278,13 +260,10 @@ class Group:
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:
-        """Send a mark in the header of the next collective that this thread submits in the block.
-
-        Args:
-            mark: Nonzero number of 64 bits, which must be equal on all ranks if all ranks send one.
-                If marks differ, all ranks raise: CheckedMismatchError if the lowest bit is set in
-                all of them, else MismatchError.
-        """
+        """Send a mark in the header of this thread's next collective in the block."""
+        # A nonzero number of 64 bits, which must be equal on all ranks if all ranks send one. If
+        # marks differ, all ranks raise: CheckedMismatchError if the lowest bit is set in all of
+        # them, else MismatchError.
         self._marks.next = mark
         try:
             yield

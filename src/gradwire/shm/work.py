@@ -66,17 +66,7 @@ def _notify() -> None:
 
 @outside_graphs
 class ShmWork(Work):
-    """Handle of one operation.
-
-    Args:
-        tensors: Value of the future.
-        default_timeout: Timeout of `wait` without an argument, in seconds; None for no limit.
-        callbacks_in_own_thread: True to run the future's callbacks in a separate thread instead of
-            the one that calls `finish`. The links' thread would deadlock in a callback that waits.
-
-    Attributes:
-        submitted: True if the operation was passed to a thread.
-    """
+    """Handle of one operation."""
 
     # class attributes until they change: setting them takes as long as a small operation
     submitted = False
@@ -94,8 +84,12 @@ class ShmWork(Work):
         callbacks_in_own_thread: bool = False,
     ) -> None:
         Work.__init__(self)
+        # value of the future
         self._tensors = list(tensors)
+        # of `wait` without an argument, in seconds; None for no limit
         self._default_timeout = default_timeout
+        # instead of the thread that calls `finish`: the links' thread would deadlock in a callback
+        # that waits
         self._callbacks_in_own_thread = callbacks_in_own_thread
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
@@ -242,11 +236,7 @@ _DESTROYED = "the group was destroyed on this rank: make a new one"
 
 
 class Queue:
-    """Run operations one at a time, in call order.
-
-    A caller that waits for its operation runs it itself, between `enter` and `leave`, if no other
-    is pending; that saves two thread switches. All others run in the queue's thread.
-    """
+    """Run operations one at a time, in call order."""
 
     def __init__(self, name: str) -> None:
         # held by the thread that runs an operation; an RLock: no other thread can release it
@@ -266,6 +256,8 @@ class Queue:
         self._thread.start()
         self._thread_id = self._thread.ident
 
+    # A caller that waits for its operation runs it itself, between `enter` and `leave`, if no other
+    # is pending; that saves two thread switches. All others run in the queue's thread.
     def enter(self) -> bool:
         """Let this thread run an operation; return False if another one is pending."""
         with self._order:
@@ -298,12 +290,7 @@ class Queue:
             self._check_open()
 
     def submit(self, job: Job, work: ShmWork) -> ShmWork:
-        """Run a job in the thread after those submitted before.
-
-        Raises:
-            BrokenGroupError: The queue was closed.
-            NotSupportedError: A signal handler called this amid a job of this thread.
-        """
+        """Run a job in the thread after those submitted before."""
         with self._order:
             self._check_open()
             self._submitted += 1
