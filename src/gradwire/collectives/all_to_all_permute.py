@@ -40,11 +40,9 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 @register_plan
 @dataclass(frozen=True)
 class AllToAll(Plan):
-    """Exchange of rows between all ranks; equal numbers if the splits are None.
+    """Exchange of rows between all ranks; equal numbers if the splits are None."""
 
-    Both splits are given, or neither. Without splits, the result has as many rows as the input.
-    """
-
+    # Both splits are given, or neither.
     input_splits: tuple[int, ...] | None = None
     output_splits: tuple[int, ...] | None = None
     name = "all_to_all"

@@ -174,22 +174,13 @@ def _coalesced(
     shape: Callable[[Tensor], Sequence[int]] = lambda leaf: leaf.shape,
     copies: int = 1,
 ) -> Any:
-    """Run a collective on a tree's tensors, once for each dtype and device, in order of occurrence.
-
-    Equal trees have the same order of leaves, and thus of collectives: see `_collect`.
-
-    Args:
-        tree: Nested containers of tensors.
-        group: Process group.
-        check: True to compare the call with the other ranks first.
-        plan_of: Function that returns the plan for the leaves, concatenated along the last dim.
-        flatten: Function that returns a leaf's elements in one row, or in one row per rank.
-        shape: Function that returns the shape of a leaf's result.
-        copies: Number of copies of a row in the result.
-    """
+    """Run a collective on a tree's tensors, once per dtype and device, in order of occurrence."""
+    # `flatten` returns a leaf's elements in one row, or in one row per rank. `plan_of` gets the
+    # leaves' rows, concatenated along the last dim. The result has `copies` copies of a row.
     names: list[str] = []
     leaves: list[Any] = []
     contexts: list[str] = []
+    # Equal trees have the same order of leaves, and thus of collectives.
     unflatten = _collect(tree, "", names, leaves, contexts)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -235,18 +226,7 @@ def _moved(
 def _collect(
     node: Any, name: str, names: list[str], leaves: list[Any], contexts: list[str]
 ) -> Callable[[Sequence[Any]], Any]:
-    """Append a node's leaves; return the function that rebuilds the node from all leaves.
-
-    Mappings with the same keys are equal, although the order of their items may differ between
-    ranks. They are sorted by a text of the key that is the same on all ranks.
-
-    Args:
-        node: Container or leaf.
-        name: Path of the node, the same on all ranks.
-        names: Paths of the leaves so far.
-        leaves: Leaves so far.
-        contexts: Texts of contexts that, and not only names, identify a node's leaves.
-    """
+    """Append a node's leaves; return the function that rebuilds the node from all leaves."""
     # Tensors first: most leaves are tensors, and need no test for other types.
     flattened = None if type(node) in (Tensor, Parameter) else flatten_one_level(node)
     if flattened is None:
@@ -257,10 +237,13 @@ def _collect(
     keys, children, unflatten = flattened.keys, flattened.children, flattened.unflatten
     if flattened.context is not None:
         text = _text(flattened.context)
+        # The context, and not only the path, identifies the node's leaves.
         contexts.append(text)
         name += f"<{text}>"
     texts = [_text(key) for key in keys]
     order = list(range(len(texts)))
+    # Mappings with the same keys are equal, although the order of their items may differ between
+    # ranks. The texts of the keys are the same on all ranks.
     if not isinstance(keys, range):
         order.sort(key=texts.__getitem__)  # stable: equal texts keep the order of insertion
     builders = {

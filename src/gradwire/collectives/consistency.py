@@ -35,31 +35,24 @@ ABSENT = -1
 
 
 class CallSignature(NamedTuple):
-    """Signature of a rank's call of a collective; a tuple, which is fast to construct and to hash.
-
-    Args:
-        op: Name of the collective.
-        shape: Shape of the tensor with the split dim in front; None if only the root knows it.
-        dtype: Dtype of the tensor; None if only the root knows it.
-        wants_grad: 1 if this rank records a graph node, 0 if not, -1 if it cannot.
-        reduce: Name of the reduction.
-        root: Root's rank in the group.
-        detail: Text of other arguments that must be equal.
-        ragged: True if the sizes of the first dim may differ between ranks.
-        send, receive: Rows to and from each rank, -1 if unknown.
-        origin: Number of the forward call in its backward, -1 in forward.
-    """
+    """Signature of a rank's call of a collective; a tuple is fast to construct and to hash."""
 
     op: str
+    # The split dim is in front. None, like the dtype, if only the root knows it.
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
+    # 1 if this rank records a graph node, 0 if not, -1 if it cannot.
     wants_grad: int = 0
     reduce: str = ""
     root: int = -1
+    # Text of other arguments that must be equal.
     detail: str = ""
+    # True if the sizes of the first dim may differ between ranks.
     ragged: bool = False
+    # Rows to and from each rank, -1 if unknown.
     send: Sequence[int] = ()
     receive: Sequence[int] = ()
+    # Number of the forward call in its backward, -1 in forward.
     origin: int = -1
 
 
@@ -236,14 +229,7 @@ class CheckContext:
     """State that a call keeps for its backward; this base class checks nothing."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        """Compare the backward that runs next with the other ranks.
-
-        Returns:
-            A context manager in which to start the backward's collective.
-
-        Raises:
-            MismatchError: On every rank, if the order of backwards differs.
-        """
+        """Compare the next backward between the ranks; return a context in which to start it."""
         return nullcontext()
 
 
@@ -269,15 +255,7 @@ class Checked(CheckContext):
 def agree(
     group: ProcessGroup, x: Tensor, call: CallSignature
 ) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
-    """Exchange signatures; `x` then requires a gradient if it does on any rank.
-
-    Returns:
-        The tensor, the context for backward, and the ranks' signatures.
-
-    Raises:
-        MismatchError: On every rank, if the ranks disagree.
-        NotSupportedError: Another rank requires a gradient, and a `torch.func` transform is active.
-    """
+    """Exchange signatures; `x` then requires a gradient if it does on any rank."""
     rows, number = exchange(group, call)
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
         refuse_in_transforms("a gradient that another rank requires", "require it on all ranks")
@@ -292,26 +270,11 @@ def agree_with_root(
     root: int,
     refusal: Refusal | None = None,
 ) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
-    """Exchange signatures as `agree` does, for calls in which only the root needs a tensor.
-
-    Ranks without a tensor get a placeholder of the root's shape and dtype.
-
-    Args:
-        group: Process group.
-        x: Tensor of this rank, if it has one.
-        call: Signature to compare.
-        root: Root's rank in the group.
-        refusal: Argument error of the root, if its arguments cannot be used.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
-            its shape has too many dims for a signature.
-        MismatchError: On every rank, if the ranks disagree.
-        NotSupportedError: A rank has no tensor, and a `torch.func` transform is active.
-    """
+    """Exchange signatures as `agree` does, for calls in which only the root needs a tensor."""
     own, context, peers = agree(
         group, torch.empty((), dtype=torch.float32) if x is None else x, call
     )
+    # The root's arguments cannot be used: raise its error on every rank.
     if peers[root].dtype is None:
         _raise_refusal(group, root, call.op, refusal)
     if any(peer.dtype is None for peer in peers):
@@ -359,11 +322,7 @@ def next_number(group: ProcessGroup) -> int:
 
 
 def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignature], int]:
-    """Exchange signatures; return those of all ranks, and this call's number in the group.
-
-    Raises:
-        MismatchError: On every rank, if the ranks disagree.
-    """
+    """Exchange signatures; return those of all ranks, and this call's number in the group."""
     number, world = next_number(group), group.size()
     rows = wire.gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)

@@ -116,10 +116,9 @@ class Handle(Generic[T]):
 
 
 class _Options(TypedDict, total=False):
-    """Keyword arguments that overloads of every collective with `async_op` unpack (PEP 692).
+    """Keyword arguments that overloads of every collective with `async_op` unpack (PEP 692)."""
 
-    They tell type checkers if a call returns its result or a `Handle`.
-    """
+    # The overloads tell type checkers if a call returns its result or a `Handle`.
 
     group: ProcessGroup | None
     check: bool | None
@@ -153,13 +152,11 @@ def compiling(x: Tensor) -> bool:
 
 
 def eager_apply(function: type[Function]) -> Callable[..., Any]:
-    """Return a faster `apply` of a function, for use outside torch.func and compilers.
-
-    If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
-    for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
-    versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is not
-    inspected.
-    """
+    """Return a faster `apply` of a function, for use outside torch.func and compilers."""
+    # If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
+    # for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
+    # versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is
+    # not inspected.
     forward, setup_context = function.forward, function.setup_context
 
     def forward_with_context(ctx: Any, *inputs: Any) -> Any:
@@ -178,18 +175,14 @@ def eager_apply(function: type[Function]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Plan(ABC):
-    """Plan of a collective, made before anything is sent.
+    """Plan of a collective, made before anything is sent; subclasses are frozen dataclasses."""
 
-    A collective is linear in its tensor, except for some reductions (`nonlinear`), whose adjoint is
-    that of the sum. Only the first dim is split or concatenated. One rule for `vmap` therefore
-    suffices: the batch dim is moved to the end, and one collective handles the whole batch.
-
-    A subclass is a frozen dataclass, whose fields are ints, bools, None, names of reductions, or
-    (nested) tuples of these.
-    """
-
+    # A collective is linear in its tensor, except for some reductions (`nonlinear`), whose adjoint
+    # is that of the sum. Only the first dim is split or concatenated. One rule for `vmap` therefore
+    # suffices: the batch dim is moved to the end, and one collective handles the whole batch.
     name: ClassVar[str]
     field_names: ClassVar[tuple[str, ...]]  # precomputed, because Dynamo traces `as_ints`
+    # Fields of subclasses are ints, bools, None, names of reductions, or (nested) tuples of these.
     group: ProcessGroup
 
     @abstractmethod
@@ -287,17 +280,14 @@ def divided(plan: Any, moved: wire.Pending) -> wire.Pending:
 
 @dataclass(slots=True)
 class _AsyncState:
-    """State shared by the start and the wait of an asynchronous collective.
+    """State shared by the start and the wait of an asynchronous collective."""
 
-    Attributes:
-        pending: Collective under way, from the start to the wait.
-        adjoint: State of the adjoint collective in backward, from the wait to the start.
-        result: Part of the result that backward needs. In backward, the result of an adjoint
-            collective that was not split into a start and a wait.
-    """
-
+    # Collective under way, from the start to the wait.
     pending: wire.Pending | None = None
+    # State of the adjoint collective in backward, from the wait to the start.
     adjoint: _AsyncState | None = None
+    # Part of the result that backward needs. In backward, the result of an adjoint collective that
+    # was not split into a start and a wait.
     result: Tensor | None = None
 
 
@@ -397,16 +387,14 @@ def decode_plan(name: str, ints: Sequence[int], group_name: str) -> Plan:
 
 
 def register_plan(plan_class: type[P]) -> type[P]:
-    """Class decorator that defines a custom op, `gradwire::<name>`, for compiled graphs.
-
-    Dynamo does not trace an autograd function with a rule for forward mode. Compiled graphs contain
-    this operator instead, whose backward is the adjoint's operator.
-
-    Place it above `@dataclass`, or use it alone if the plan adds no fields to the base class.
-    `name` must be unique. Checks are not part of the op: the public function runs them.
-    """
+    """Class decorator that defines a custom op, `gradwire::<name>`, for compiled graphs."""
+    # Dynamo does not trace an autograd function with a rule for forward mode. Compiled graphs
+    # contain this operator instead, whose backward is the adjoint's operator. Checks are not part
+    # of the op: the public function runs them.
     name = plan_class.name
     _plan_classes[name] = plan_class
+    # The decorator stands above `@dataclass`; a plan without fields of its own needs no
+    # `@dataclass`.
     names = [field.name for field in fields(plan_class)]
     plan_class.field_names = tuple(name for name in names if name != "group")
 
@@ -450,32 +438,20 @@ Ranks compare the bit too: they exchange signatures only if all of them do.
 
 @dataclass(slots=True)
 class Operation:
-    """One call of a collective, whose arguments are valid on this rank.
+    """One call of a collective, whose arguments are valid on this rank."""
 
-    Args:
-        front: Tensor, with the split dim in front.
-        group: Process group.
-        signature: Function that returns the signature to compare.
-        plan: Function that returns the plan for a tensor, or another object with `apply` and
-            `apply_async`; it may exchange sizes.
-        finish: Function that returns the call's result, given the plan and the plan's result.
-    """
-
+    # The split dim is in front.
     front: Tensor
     group: ProcessGroup
     signature: Callable[[], CallSignature]
+    # The result may also be another object with `apply` and `apply_async`. The call may exchange
+    # sizes.
     plan: Callable[[Tensor, Peers], Any]
+    # Takes the plan and the plan's result, and returns the call's result.
     finish: Callable[[Any, Any], Any] | None = None
 
     def run(self, check: bool | None, async_op: bool = False) -> Any:
-        """Compare the call if checks are on, or free of cost, and run it.
-
-        Returns:
-            The result, or a handle of it.
-
-        Raises:
-            MismatchError: On every rank, if the ranks disagree.
-        """
+        """Return the result or its handle; compare the call if checks are on, or free of cost."""
         requested = consistency.requested(check)
         if requested:
             return self._run_agreed(self.signature(), async_op)
@@ -571,13 +547,9 @@ _apply_unstack = eager_apply(_Unstack)
 
 
 def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
-    """Split the rows of a tensor into one tensor for each size, in the memory of `x`.
-
-    Args:
-        x: Contiguous tensor, not used elsewhere: it shares its memory with the results.
-        sizes: Number of rows of each result; they sum to the rows of `x`.
-        scalars: True to return 0-d tensors; all sizes must be 1, and `x` must have one dim.
-    """
+    """Split the rows of a tensor into one tensor for each size, in the memory of `x`."""
+    # `x` must be contiguous and not used elsewhere: the results have its memory. For `scalars`,
+    # which makes 0-d results, it has one dim, and all sizes are 1.
     if compiling(x) or is_transformed():
         pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
         return tuple(piece.clone() for piece in pieces)

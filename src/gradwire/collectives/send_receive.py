@@ -130,14 +130,12 @@ class _Tie(Function):
 
 
 class _Untie(Function):
-    """Make the first token of the backward's messages: from a tensor to the tensor and the token.
-
-    The token depends on forward's last token, so that a second backward runs the messages of
-    forward after those of the first backward, on every rank.
-    """
+    """Make the first token of the backward's messages: a tensor becomes itself and the token."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor) -> Any:
+        # The token depends on forward's last token, so that a second backward runs the messages of
+        # forward after those of the first backward, on every rank.
         return x.clone(memory_format=torch.contiguous_format), torch.zeros_like(token)
 
     @staticmethod

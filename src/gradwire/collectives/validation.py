@@ -20,12 +20,7 @@ Sizes = Sequence[int] | Literal["find"] | None
 
 
 def check_dense(x: object, name: str = "x") -> None:
-    """Raise unless `x` is a strided tensor.
-
-    Raises:
-        ArgumentTypeError: `x` is not a tensor.
-        ArgumentError: The tensor is sparse, or has another layout than strided.
-    """
+    """Raise unless `x` is a strided tensor."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(f"{name} is a {type(x).__name__}: give a tensor")
     if x.layout != torch.strided:
@@ -35,31 +30,18 @@ def check_dense(x: object, name: str = "x") -> None:
 
 
 def check_has_data(x: Tensor, name: str) -> None:
-    """Raise if the tensor is on the "meta" device, which holds no data to send.
-
-    Raises:
-        ArgumentError: The tensor is on "meta".
-    """
+    """Raise if the tensor is on the "meta" device, which holds no data to send."""
     if x.device.type == "meta":
         raise ArgumentError(f"{name} is on the meta device on the root: give the tensor to send")
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Return the group, or the default group for None, after checking that this rank is a member.
-
-    Raises:
-        ArgumentTypeError: `group` is not a process group.
-        ArgumentError: This rank is outside the group, or there is no default group.
-    """
+    """Return the group, or the default group for None, if this rank is a member of it."""
     return check_group(default_group("group") if group is None else group)
 
 
 def root_of(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
-    """Return the root's rank in the group, given its global rank or its rank in the group.
-
-    Raises:
-        ArgumentError: Neither or both are given, or the rank is not in the group.
-    """
+    """Return the root's rank in the group, given its global rank or its rank in the group."""
     root = rank_in_group(group, rank, group_rank, name)
     if root is None:
         raise ArgumentError(f"no root: give {name} (a global rank) or group_{name} (in the group)")
@@ -67,21 +49,13 @@ def root_of(group: ProcessGroup, rank: int | None, group_rank: int | None, name:
 
 
 def refuse_in_transforms(what: str, remedy: str) -> None:
-    """Raise inside `torch.func` transforms, for an argument that the transform cannot follow.
-
-    Raises:
-        NotSupportedError: A transform is active.
-    """
+    """Raise inside `torch.func` transforms, for an argument that they cannot follow."""
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         raise NotSupportedError(f"{what} inside torch.func transforms: {remedy}")
 
 
 def refuse_split(x: Tensor) -> None:
-    """Raise if a collective of the tensor cannot be asynchronous.
-
-    Raises:
-        NotSupportedError: A `torch.func` transform, `torch.compile` or forward mode is active.
-    """
+    """Raise if a collective of the tensor cannot be asynchronous."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise NotSupportedError(
             "async_op=True inside torch.func transforms or torch.compile: use async_op=False there"
@@ -91,16 +65,7 @@ def refuse_split(x: Tensor) -> None:
 
 
 def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ...] | None:
-    """Return the ranks' sizes, or None if all are equal.
-
-    Args:
-        sizes: Argument of the public function.
-        rows: Number of rows on this rank.
-        group: Process group.
-
-    Raises:
-        ArgumentError: There is not one size for each rank, or this rank's size is wrong.
-    """
+    """Return the ranks' sizes, or None if all are equal; this rank has `rows` rows."""
     if sizes is None:
         return None
     if isinstance(sizes, str):
@@ -117,12 +82,7 @@ def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ..
 
 
 def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[int, ...]:
-    """Return the sizes as a tuple, after checking that there is one for each rank.
-
-    Raises:
-        ArgumentTypeError: The sizes are not numbers.
-        ArgumentError: There is not one size ≥ 0 for each rank.
-    """
+    """Return the sizes as a tuple, after checking that there is one for each rank."""
     try:
         given = tuple(int(size) for size in sizes)
     except (TypeError, ValueError) as error:
@@ -137,11 +97,7 @@ def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[i
 
 
 def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
-    """Return an equal number of rows for each rank.
-
-    Raises:
-        ArgumentError: The number of rows is not divisible by the number of ranks.
-    """
+    """Return an equal number of rows for each rank."""
     if rows % group.size():
         raise ArgumentError(
             f"{what} has size {rows} in the dim that is split, which is not divisible by the "
@@ -153,19 +109,7 @@ def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
 def sizes_of_split(
     sizes: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup, *, names: tuple[str, str]
 ) -> tuple[int, ...]:
-    """Return the sizes into which the rows of `x` are split; equal ones by default.
-
-    Args:
-        sizes: Argument of the public function.
-        x: Tensor, with the split dim in front.
-        dim: Original position of the split dim.
-        group: Process group.
-        names: Names of the sizes and of the tensor, for error messages.
-
-    Raises:
-        ArgumentError: The sizes do not sum to the number of rows, or the rows cannot be split
-            equally.
-    """
+    """Return the sizes into which the rows of `x` are split; equal ones by default."""
     name, x_name = names
     if sizes is None:
         return equal_sizes(x.shape[0], group, x_name)
@@ -176,25 +120,14 @@ def sizes_of_split(
 
 
 def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:
-    """Return the dim as a non-negative index.
-
-    Raises:
-        ArgumentError: The tensor does not have this dim.
-    """
+    """Return the dim as a non-negative index."""
     if not -dims <= dim < dims:
         raise ArgumentError(f"dim is {dim}: the tensor has shape {tuple(shape)}")
     return dim % dims
 
 
 def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int]:
-    """Move a dim to the front; return the tensor and the dim as a non-negative index.
-
-    A 0-d tensor becomes one of shape (1,). With `stack`, a new dim of size 1 is inserted before
-    `dim`, and moved to the front.
-
-    Raises:
-        ArgumentError: The tensor does not have this dim.
-    """
+    """Move a dim to the front; return the tensor and the dim as a non-negative index."""
     check_dense(x)
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
@@ -212,17 +145,7 @@ def move_back(x: Tensor, dim: int) -> Tensor:
 def pieces_of(
     xs: object, dim: int, group: ProcessGroup, name: str
 ) -> tuple[list[Tensor], int, bool]:
-    """Validate a list with one tensor for each rank, whose sizes differ in at most one dim.
-
-    Returns:
-        The tensors; the dim as a non-negative index; and True if the tensors were 0-d, in which
-        case they now have shape (1,).
-
-    Raises:
-        ArgumentTypeError: `xs` is not a list of tensors.
-        ArgumentError: There is not one tensor for each rank, their shapes, dtypes or devices
-            do not match, or they do not have the dim.
-    """
+    """Return one tensor per rank, the dim as a non-negative index, and True if they were 0-d."""
     if not isinstance(xs, Sequence) or isinstance(xs, str):
         raise ArgumentTypeError(
             f"{name} is a {type(xs).__name__}: give a tensor, or a list with one for each rank"
@@ -255,11 +178,7 @@ def pieces_of(
 def piece_sizes(
     pieces: Sequence[Tensor], dim: int, sizes: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[int, ...]:
-    """Return the sizes of a list's tensors in a dim.
-
-    Raises:
-        ArgumentError: `sizes` is given, and differs.
-    """
+    """Return the sizes of a list's tensors in a dim; raise if `sizes` is given and differs."""
     own = tuple(piece.shape[dim] for piece in pieces)
     if sizes is not None and valid_sizes(sizes, group, "sizes") != own:
         raise ArgumentError(
@@ -273,12 +192,7 @@ Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def reduction_of(x: Tensor, op: object) -> str:
-    """Return the reduction's name.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: `op` is not a reduction, not defined for the dtype, or
-            PyTorch cannot compute it.
-    """
+    """Return the reduction's name, if it is defined for the dtype and PyTorch can compute it."""
     names = f"give one of {', '.join(wire.REDUCTIONS)}"
     if isinstance(op, str):
         name = op.lower()

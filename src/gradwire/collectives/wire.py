@@ -45,26 +45,23 @@ CARRIED = {
 
 @dataclass(frozen=True)
 class Backend:
-    """Backend of a group for one device type, and its capabilities.
+    """Backend of a group for one device type, and its capabilities."""
 
-    Args:
-        name: Name such as "gloo" or "nccl"; "" if there is none.
-        python: Object to call, if the backend is written in Python.
-        gathers_uneven: True if gather, all_gather and scatter accept a different size per rank.
-        reduces_bitwise: True if band, bor and bxor are implemented.
-        max_keeps_nan: True if max and min of floating-point numbers propagate NaN.
-        own_reduce_scatter: True if reduce_scatter is faster than an all_to_all and a local sum.
-        averages_half: True if averages in half precision do not overflow.
-        stages_gathers: True if large gathers pass through memory that is allocated for each call.
-    """
-
+    # Name such as "gloo" or "nccl"; "" if there is none.
     name: str = ""
+    # Object to call, if the backend is written in Python.
     python: Any = None
+    # gather, all_gather and scatter accept a different size per rank.
     gathers_uneven: bool = False
+    # band, bor and bxor are implemented.
     reduces_bitwise: bool = True
+    # max and min of floating-point numbers propagate NaN.
     max_keeps_nan: bool = False
+    # True if reduce_scatter is faster than an all_to_all and a local sum.
     own_reduce_scatter: bool = False
+    # Averages in half precision do not overflow.
     averages_half: bool = False
+    # Large gathers pass through memory that is allocated for each call.
     stages_gathers: bool = False
 
 
@@ -120,18 +117,12 @@ def _python_name(backend: object) -> str:
 
 
 def callee_of(group: ProcessGroup, x: Tensor) -> tuple[ProcessGroup, Backend]:
-    """Return the object whose methods run collectives: the group, or its backend written in Python.
-
-    Calling the backend bypasses PyTorch's dispatcher, which adds a quarter to the time of a small
-    call. The dispatcher is not bypassed under a dispatch mode, such as CommDebugMode, or the
-    profiler.
-
-    Returns:
-        The object to call, and the backend.
-    """
+    """Return the group or its backend written in Python, to run collectives, and the backend."""
     backend = backend_of(group, x)
     if backend.python is None:
         return group, backend
+    # Calling the backend bypasses PyTorch's dispatcher, which adds a quarter to the time of a small
+    # call. A dispatch mode, such as CommDebugMode, and the profiler need the dispatcher.
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
         return group, backend
     return backend.python, backend
@@ -228,14 +219,7 @@ def zeros_like(x: Tensor) -> Tensor:
 
 
 class Pending:
-    """A collective under way, whose `wait` raises the backend's errors as gradwire's.
-
-    Args:
-        works: Handles of torch.distributed to wait for. NCCL returns None for a blocking
-            collective, which the current stream already waits for.
-        finish: Function that returns the result; called once, after the works have completed.
-        group: Process group of the works, if there are any.
-    """
+    """Collective under way, whose `wait` raises the backend's errors as gradwire's."""
 
     __slots__ = ("_finish", "_group", "_number", "_since", "_works")
 
@@ -245,19 +229,17 @@ class Pending:
         finish: Callable[[], Tensor],
         group: ProcessGroup | None = None,
     ) -> None:
+        # `finish` is called once, after the works have completed.
         self._works, self._finish, self._group = works, finish, group
         self._since = time.monotonic() if works else 0.0
         self._number = number_of_last(group) if works else 0
 
     def wait(self) -> Tensor:
-        """Wait for completion, and return the result.
-
-        Raises:
-            PeerLostError: Another rank is gone.
-            CollectiveTimeoutError: Another rank did not take part in time.
-        """
+        """Wait for completion, and return the result."""
         try:
             for work in self._works:
+                # NCCL returns None for a blocking collective, which the current stream already
+                # waits for.
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
@@ -608,11 +590,10 @@ _COMPUTABLE = CARRIED | {torch.int16, torch.bool, torch.complex64, torch.complex
 
 
 def check_computable(x: Tensor, op: str) -> None:
-    """Raise if PyTorch cannot compute a reduction of the tensor's dtype.
-
-    Every dtype can be sent, but some, such as uint16 and float8, can be neither summed nor
-    compared. A rank that detects this after communication has begun would leave the others waiting.
-    """
+    """Raise if PyTorch cannot compute a reduction of the tensor's dtype."""
+    # Every dtype can be sent, but some, such as uint16 and float8, can be neither summed nor
+    # compared. A rank that detects this after communication has begun would leave the others
+    # waiting.
     if x.dtype in _COMPUTABLE or _computes(op, x.dtype, x.device):
         return
     wider = torch.float32 if x.is_floating_point() else torch.int64
@@ -645,15 +626,11 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _to_ordered_ints(x: Tensor, op: str) -> Tensor:
-    """Map floating-point numbers to integers of the same order, for max or min.
-
-    Gloo and MPI compare as C does, where NaN propagates or not depending on its position. The bits
-    of an IEEE number, read as an integer, are ordered as the number is, once those of negative
-    numbers are flipped; NaN is mapped to the integer that wins. The message keeps its size.
-
-    Returns:
-        A new, contiguous tensor.
-    """
+    """Map floating-point numbers to new integers of the same order, for max or min."""
+    # Gloo and MPI compare as C does, where NaN propagates or not depending on its position. The
+    # bits of an IEEE number, read as an integer, are ordered as the number is, once those of
+    # negative numbers are flipped; NaN is mapped to the integer that wins. The message keeps its
+    # size.
     wide = x if x.dtype in _INTEGERS else x.float()
     integer = _INTEGERS[wide.dtype]
     limits = torch.iinfo(integer)

@@ -508,21 +508,17 @@ def scatter(
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensor that a scatter splits, as this rank knows it before any data is sent.
+    """Tensor that a scatter splits, as this rank knows it before any data is sent."""
 
-    Attributes:
-        rows: Rows of all pieces on the root; on a receiver, any number of rows of the same shape,
-            which stand for them in the graph.
-        sizes: Number of rows of each rank.
-        dim: Original position of the split dim.
-        scalars: True if the pieces are 0-d.
-        expected_rows: Number of rows of a receiver's `like`.
-    """
-
+    # Rows of all pieces on the root; on a receiver, any number of rows of the same shape, which
+    # stand for them in the graph.
     rows: Tensor
     sizes: tuple[int, ...]
+    # Original position of the split dim.
     dim: int
+    # True if the pieces are 0-d.
     scalars: bool = False
+    # Number of rows of a receiver's `like`.
     expected_rows: int = 0
 
 
@@ -556,13 +552,7 @@ def _source_like(
 def _agree_on_source(
     source: _Source | None, refusal: Refusal | None, root: int, dim: int, group: ProcessGroup
 ) -> tuple[_Source, CheckContext]:
-    """Compare the call; ranks without a source receive shape and sizes from the root.
-
-    Raises:
-        MismatchError: On every rank, if the ranks disagree.
-        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
-            its tensor has too many dims for a signature.
-    """
+    """Compare the call; ranks without a source receive shape and sizes from the root."""
     own = None if source is None else source.rows
     wants = consistency.wants_grad(own)
     call = CallSignature("scatter", None, None, wants, root=root, detail=f"dim={dim}", ragged=True)
@@ -583,11 +573,9 @@ def _agree_on_source(
 
 
 def _attached(rows: Tensor, xs: Tensor | Sequence[Tensor] | None) -> Tensor:
-    """Return a receiver's empty rows, which depend on its tensors.
-
-    A derivative of second order then reaches these tensors, with zeros, and this rank takes part in
-    the collectives that they depend on.
-    """
+    """Return a receiver's empty rows, which depend on its tensors."""
+    # A derivative of second order then reaches these tensors, with zeros, and this rank takes part
+    # in the collectives that they depend on.
     own = [xs] if isinstance(xs, Tensor) else xs or ()
     empty = [x.reshape(-1)[:0].to(rows) for x in own if x.requires_grad]
     if not empty or not rows.requires_grad:

@@ -131,11 +131,9 @@ class AllReduce(ReductionPlan):
 
 
 def _product_of_others(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the product of the other ranks' tensors; exact if some elements are zero.
-
-    An all_to_all gives each rank all ranks' values of 1/W of the elements, and another returns the
-    products: no temporary is larger than the tensor.
-    """
+    """Return the product of the other ranks' tensors; exact if some elements are zero."""
+    # An all_to_all gives each rank all ranks' values of 1/W of the elements, and another returns
+    # the products: no temporary is larger than the tensor.
     world, flat = group.size(), x.reshape(-1)
     to_shards = from_shards = AllToAll(group)
     if flat.shape[0] % world:
