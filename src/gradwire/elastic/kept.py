@@ -33,37 +33,24 @@ class Stepper(Protocol):
 
 
 class Kept:
-    """Objects that `Run.keep` was given.
-
-    Attributes:
-        objects: Objects by name.
-        modules: Modules among them, which are trained.
-        models: Modules that are wrapped in DistributedDataParallel.
-        parameters: Parameters of all modules.
-        first_buffers: Values of the buffers at the beginning of the step.
-        lineage: Name of the lineage of this training, which its checkpoints have. A member that
-            receives or loads a state continues its lineage.
-    """
+    """Objects that `Run.keep` was given."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.modules: list[nn.Module] = []
         self.models: list[DistributedDataParallel] = []
         self.parameters: list[Parameter] = []
+        # of this training and its checkpoints; a member that receives or loads a state continues it
         self.lineage = secrets.token_hex(8)
         self._names: list[str] = []
         self._versions: list[int] = []
         self._with_buffers: list[nn.Module] = []
         self._warned_of: set[type] = set()
-        self.first_buffers: list[Tensor] = []
+        self.first_buffers: list[Tensor] = []  # values at the beginning of the step
         self._first_step = -1
 
     def keep(self, name: str, value: Any) -> None:
-        """Add an object.
-
-        Raises:
-            ArgumentTypeError: The object has no `state_dict` or `load_state_dict`.
-        """
+        """Add an object."""
         if not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
             kind = type(value).__name__
             raise ArgumentTypeError(
@@ -88,19 +75,12 @@ class Kept:
         return [b for m in self._with_buffers for b in m.buffers(recurse=False) if b.numel()]
 
     def beside(self) -> list[Any]:
-        """Return the state for a new member that `state_dict` does not contain.
-
-        It is whether each parameter is trained, the non-persistent buffers, and the lineage.
-        """
+        """Return the state for a new member that `state_dict` does not contain."""
         return [[p.requires_grad for p in self.parameters], self._not_persistent(), self.lineage]
 
     @torch.no_grad()
     def put_beside(self, received: Sequence[Any]) -> None:
-        """Load the values that `beside` returned on another member.
-
-        Raises:
-            MismatchError: The models of that member differ.
-        """
+        """Load the values that `beside` returned on another member."""
         trained, values, lineage = received
         own = self._not_persistent()
         kinds = [[(tuple(b.shape), b.dtype) for b in buffers] for buffers in (own, values)]
@@ -148,15 +128,11 @@ class Kept:
             model.process_group = group
 
     def begin_step(self, step: int, *, sync: bool) -> None:
-        """Clear gradients, and restore buffers to their values at the beginning of the step.
-
-        Args:
-            step: Number of the step.
-            sync: True if DistributedDataParallel averages gradients and buffers itself.
-        """
+        """Clear gradients, and restore buffers to their values at the beginning of the step."""
         self.swap_gradients(repeat(None))
         self.note_versions()
         for model in self.models:
+            # set if DistributedDataParallel averages gradients and buffers itself
             model.require_backward_grad_sync = sync
             model.require_forward_param_sync = sync
         if self._first_step == step:
@@ -174,13 +150,7 @@ class Kept:
         return [0 if p.is_inference() else p._version for p in self.parameters]
 
     def check_unwritten(self, step: int) -> None:
-        """Raise if a parameter was written to since the step began.
-
-        Each member runs other shards, so that the parameters of the members would diverge.
-
-        Raises:
-            NotSupportedError: A parameter was written to.
-        """
+        """Raise if a parameter was written to since the step began."""
         if (now := self._written()) == self._versions:
             return
         pairs = zip(self._names, now, self._versions, strict=True)
@@ -218,17 +188,8 @@ def _parts(value: object) -> Iterator[object]:
 
 
 def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:
-    """Raise if an optimizer would step a parameter whose gradient was not reduced.
-
-    The parameters of the members would silently diverge.
-
-    Args:
-        steppers: Objects to step.
-        reduced: Ids of the parameters whose gradients are reduced.
-
-    Raises:
-        ReductionError: A parameter with a gradient is not among them.
-    """
+    """Raise if an optimizer would step a parameter whose gradient was not reduced."""
+    # otherwise the parameters of the members would silently diverge
     for stepper in steppers:
         for number, group in enumerate(getattr(stepper, "param_groups", ())):
             for index, parameter in enumerate(group["params"]):

@@ -35,11 +35,7 @@ def apart() -> Iterator[None]:
 
 
 class SeededDataset:
-    """Map-style dataset whose random numbers depend on the batch, not on the fetching process.
-
-    A batch is a list of a seed and indices. Every other access goes to the dataset, so that a
-    `worker_init_fn` can open its files.
-    """
+    """Map-style dataset whose random numbers depend on the batch, not on the fetching process."""
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_dataset"] = dataset
@@ -62,6 +58,7 @@ class SeededDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    # other accesses go to the dataset, so that a `worker_init_fn` can open its files
     def __getattr__(self, name: str) -> Any:
         if name == "_dataset":  # while it is unpickled
             raise AttributeError(name)
@@ -183,11 +180,9 @@ class ShardLoader(Generic[T]):
 
 
 def _feed(loader: ref[ShardLoader[Any]]) -> Iterator[list[int]]:
-    """Yield the seed and the sample indices of each batch.
-
-    The reference is weak: in a cycle, garbage collection would end the workers in the middle of a
-    step, which takes up to 10 s.
-    """
+    """Yield the seed and the sample indices of each batch."""
+    # a weak reference: in a cycle, garbage collection would end the workers in the middle of a
+    # step, which takes up to 10 s
     while (found := loader()) is not None:
         batch = found.feed()
         del found

@@ -32,11 +32,9 @@ from gradwire.errors import ArgumentError, DistributedError, NotSupportedError
 
 
 def own_connection(store: Store, seconds: float) -> Store:
-    """Return a clone of the store whose requests have a deadline.
-
-    Without it, PyTorch waits for a store whose process hangs, or whose host is unreachable, until
-    the system closes the connection, possibly forever.
-    """
+    """Return a clone of the store whose requests have a deadline."""
+    # without a deadline, PyTorch waits for a store whose process hangs, or whose host is
+    # unreachable, until the system closes the connection, possibly forever
     before = sockets()
     clone: Store = store.clone()  # type: ignore[attr-defined]
     whole = int(seconds)
@@ -114,11 +112,7 @@ LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB
 
 
 def members_of_environment() -> int:
-    """Return the number of members that the launcher names; 1 if it names none.
-
-    Raises:
-        ArgumentError: The variable does not hold a positive number.
-    """
+    """Return the number of members that the launcher names; 1 if it names none."""
     text = os.environ.get(MEMBERS_VARIABLE, "1")
     if not text.isdecimal() or not int(text):
         raise ArgumentError(
@@ -128,19 +122,7 @@ def members_of_environment() -> int:
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Return the host and the port of a text "host:port".
-
-    Args:
-        text: The text.
-        name: Name of the option or variable, for the error.
-
-    Raises:
-        ArgumentError: The text has another format.
-
-    Example:
-        >>> parse_address("10.0.0.1:29400", "--store")
-        ('10.0.0.1', 29400)
-    """
+    """Return the host and the port of "host:port"; `name` is its option or variable."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ArgumentError(f"{name} is {text!r}: give host:port, such as 10.0.0.1:29400")
@@ -148,12 +130,7 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
 
 
 def store_of_environment(timeout: timedelta) -> Store:
-    """Connect to the store that the launcher names.
-
-    Raises:
-        ArgumentError: The launcher names no store, or the address cannot be parsed.
-        DistributedError: The store does not answer.
-    """
+    """Connect to the store that the launcher names."""
     address = os.environ.get(STORE_VARIABLE)
     if address is None:
         raise ArgumentError(
@@ -171,17 +148,11 @@ def store_of_environment(timeout: timedelta) -> Store:
 
 
 class Process(NamedTuple):
-    """Process of a member.
+    """Process of a member."""
 
-    Args:
-        process: Identity of the process, from `this_process`.
-        listener: Name under which other members of its host connect to it.
-        network: Network namespace, which limits the reach of listeners' names.
-    """
-
-    process: str
-    listener: str
-    network: str
+    process: str  # identity, from `this_process`
+    listener: str  # name under which other members of its host connect to it
+    network: str  # network namespace, which limits the reach of listeners' names
 
     @property
     def host(self) -> str | None:
@@ -191,36 +162,15 @@ class Process(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Signs of life that members have written.
+    """Signs of life that members have written."""
 
-    Args:
-        beats: Last sign of life of each member.
-        left: Members that have left.
-        wanted: True if a member has arrived at the requested rendezvous.
-    """
-
-    beats: dict[int, bytes]
+    beats: dict[int, bytes]  # last sign of life of each member
     left: frozenset[int]
-    wanted: bool
+    wanted: bool  # a member has arrived at the requested rendezvous
 
 
 class Membership:
-    """View of one member on the keys of its run.
-
-    Args:
-        store: The store, to which an own connection is made.
-        seconds: Timeout of a request to the store.
-        name: Prefix of the run's keys, the same on all members.
-        listener: Name under which others of this host connect to this process; "" for none.
-
-    Raises:
-        NotSupportedError: This process is of another user than the other members on this host, or
-            has another version of PyTorch or gradwire.
-
-    Attributes:
-        number: Number of this member.
-        store: The store, with the prefix of the run.
-    """
+    """View of one member on the keys of its run."""
 
     def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
         self._broken = ""
@@ -228,6 +178,7 @@ class Membership:
         self.store = PrefixStore(f"gradwire/elastic/{name}", own)
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
+        # the listener's name is "" without shared memory
         mine = Process(this_process(), listener, namespace("net"))
         self._require(
             "versions",  # others may round or encode differently
@@ -343,11 +294,9 @@ class Membership:
         self._ask(self.store.set, f"beat/{self.number}", str(count))
 
     def signs(self, numbers: Sequence[int], rendezvous: int | None = None) -> Signs:
-        """Return the signs of life of members, and whether a rendezvous has arrivals.
-
-        One request for all, because each request wakes two processes. All requested keys exist: the
-        members have arrived, and `count` was called for the rendezvous.
-        """
+        """Return the signs of life of members, and whether a rendezvous has arrivals."""
+        # one request for all, because each request wakes two processes; all requested keys exist:
+        # the members have arrived, and `count` was called for the rendezvous
         keys = [f"beat/{n}" for n in numbers] + [f"left/{n}" for n in numbers]
         if rendezvous is not None:
             keys.append(f"rendezvous/{rendezvous}/count")
@@ -359,11 +308,7 @@ class Membership:
         )
 
     def finish(self, generation: int) -> int:
-        """Report that this member has committed all steps.
-
-        Returns:
-            Generation of the first member that reported it.
-        """
+        """Report that all steps are committed; return the generation of the first that did."""
         first = self.first("finished", str(generation))
         self.leave()
         return int(first)
@@ -401,30 +346,15 @@ class Membership:
 
 
 class Absent(NamedTuple):
-    """Members that take no part.
+    """Members that take no part."""
 
-    Args:
-        gone: All of them.
-        dead: Members that will not come back.
-        left: Members that reported that they left.
-    """
-
-    gone: frozenset[int]
-    dead: frozenset[int]
-    left: frozenset[int]
+    gone: frozenset[int]  # all of them
+    dead: frozenset[int]  # will not come back
+    left: frozenset[int]  # have reported that they left
 
 
 class Monitor:
-    """Signs of life of this member and of others.
-
-    Args:
-        membership: Keys of the run in the store.
-        silence: Seconds without a sign of life after which a member counts as lost.
-
-    Attributes:
-        wanted: True if a member has arrived at the next rendezvous.
-        reason: Reason why the generation has to end; "" if it does not.
-    """
+    """Signs of life of this member and of others."""
 
     def __init__(self, membership: Membership, silence: float) -> None:
         self._membership, self._silence = membership, silence
@@ -436,6 +366,7 @@ class Monitor:
         self._moved_on: set[int] = set()  # members that had arrived at the next rendezvous
         self._end = threading.Event()
         self._looked = time.monotonic()
+        # a member has arrived at the next rendezvous; why the generation has to end, or ""
         self.wanted, self.reason = False, ""
         self._thread = threading.Thread(target=self._run, name="gradwire-elastic", daemon=True)
         self._thread.start()

@@ -23,43 +23,27 @@ from typing import NamedTuple, TypeAlias
 
 
 class Arrival(NamedTuple):
-    """State that a member reports when it arrives at a rendezvous.
-
-    Args:
-        member: Number of the member.
-        held: Last generation in which it had the state of training; 0 if it only has its own start.
-        committed: Number of steps committed in its state.
-        complete: True if it has the complete gradients of the next step.
-        steps: Number of steps of the run, once the next one is committed if it is complete.
-    """
+    """State that a member reports when it arrives at a rendezvous."""
 
     member: int
+    # last generation in which it had the state of training; 0 if it only has its own start
     held: int
-    committed: int
-    complete: bool
-    steps: int = 0
+    committed: int  # steps committed in its state
+    complete: bool  # it has the complete gradients of the next step
+    steps: int = 0  # of the run, once the next one is committed if it is complete
 
 
 class Decision(NamedTuple):
-    """Result of a rendezvous: a generation.
+    """Result of a rendezvous: a generation."""
 
-    Args:
-        generation: Number of the generation, equal to that of its rendezvous.
-        members: Members in the order of their ranks; the first one has the state.
-        holders: Members that have the state; the others receive it.
-        committed: Number of steps committed in the state with which the generation begins.
-        former: Members of earlier generations that are not in this one and may come back.
-        source: Generation that the state is from; 0 for a member's own start.
-        steps: Number of steps of the run; 0 for the number that each member was given.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    holders: tuple[int, ...]
-    committed: int
+    generation: int  # its number, equal to that of its rendezvous
+    members: tuple[int, ...]  # in the order of their ranks; the first one has the state
+    holders: tuple[int, ...]  # have the state; the others receive it
+    committed: int  # steps committed in the state with which the generation begins
+    # members of earlier generations that are not in this one and may come back
     former: tuple[int, ...] = ()
-    source: int = 0
-    steps: int = 0
+    source: int = 0  # generation that the state is from; 0 for a member's own start
+    steps: int = 0  # of the run; 0 for the number that each member was given
 
 
 @dataclass(frozen=True)
@@ -71,23 +55,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Seen:
-    """Observation of a rendezvous, from the store and the members' signs of life.
+    """Observation of a rendezvous, from the store and the members' signs of life."""
 
-    Args:
-        previous: Previous generation; None before the first.
-        arrived: Members that have arrived.
-        gone: Numbers of members that are dead, silent for too long, or done.
-        dead: Members among them that will not come back.
-        enough: True if the first rendezvous need not wait for more members.
-        finished: True if a member has committed all steps.
-    """
-
-    previous: Decision | None
+    previous: Decision | None  # generation before; None before the first
     arrived: tuple[Arrival, ...]
-    gone: frozenset[int]
-    dead: frozenset[int]
-    enough: bool = True
-    finished: bool = False
+    gone: frozenset[int]  # members that are dead, silent for too long, or done
+    dead: frozenset[int]  # members among them that will not come back
+    enough: bool = True  # the first rendezvous need not wait for more members
+    finished: bool = False  # a member has committed all steps
 
 
 @dataclass(frozen=True)
@@ -109,12 +84,9 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The gradients of the step are complete on this member.
+    """The gradients of the step are complete on this member."""
 
-    Every member then knows whether any member asked to `stop` after this step.
-    """
-
-    stop: bool = False
+    stop: bool = False  # as every member then knows, one asked to stop after this step
 
 
 @dataclass(frozen=True)
@@ -212,31 +184,18 @@ class Phase(IntEnum):
 
 
 class Member(NamedTuple):
-    """Knowledge of one member.
+    """Knowledge of one member."""
 
-    A tuple, because replacing a dataclass three times per step takes 30 µs.
-
-    Args:
-        number: Number given by the store; never reused for another process.
-        steps: Number of steps in all; fewer once a step is committed after which to stop.
-        phase: State of the member.
-        committed: Number of steps committed in its state.
-        held: Last generation in which it had the state of training.
-        complete: True if it has the complete gradients of step `committed`.
-        rendezvous: Rendezvous at which it arrived last, or the one that decided its generation.
-        decision: Decision on its current or last generation.
-        stop: True if its gradients are complete and a member asked to stop after that step.
-    """
-
-    number: int
-    steps: int
+    # a tuple, because replacing a dataclass three times per step takes 30 µs
+    number: int  # given by the store; never reused for another process
+    steps: int  # in all; fewer once a step is committed after which to stop
     phase: Phase = Phase.NEW
-    committed: int = 0
-    held: int = 0
-    complete: bool = False
-    rendezvous: int = 0
-    decision: Decision | None = None
-    stop: bool = False
+    committed: int = 0  # steps committed in its state
+    held: int = 0  # last generation in which it had the state of training
+    complete: bool = False  # it has the complete gradients of step `committed`
+    rendezvous: int = 0  # where it arrived last, or which decided its generation
+    decision: Decision | None = None  # on its current or last generation
+    stop: bool = False  # its gradients are complete, and a member asked to stop after that step
 
     def arrival(self) -> Arrival:
         """Return the values with which the member arrives."""
@@ -266,21 +225,17 @@ class Member(NamedTuple):
 
 
 def may_close(seen: Seen) -> bool:
-    """Return True if a rendezvous need not wait for more members.
-
-    It waits for the members of the previous generation that are alive. If no arrived member has the
-    state, it waits until all members that ever had it are dead, because starting again would
-    discard it. Once a member is done, the state of an earlier generation does not count: continuing
-    from it would undo committed steps.
-    """
+    """Return True if a rendezvous need not wait for more members."""
     here = [r for r in seen.arrived if r.member not in seen.gone]
     if seen.previous is None:
         return bool(here) and seen.enough
+    # wait for the members of the previous generation that are alive
     numbers = {r.member for r in here}
     if not here or any(m not in numbers | seen.gone for m in seen.previous.members):
         return False
     if any(_has_state(r, seen) for r in here):
         return True
+    # starting again would discard the state, unless all members that ever had it are dead
     return not seen.finished and _holders_are_dead(seen)
 
 
@@ -293,6 +248,7 @@ def is_over(seen: Seen) -> bool:
 
 def _has_state(arrival: Arrival, seen: Seen) -> bool:
     """Return True if a member can continue from its state."""
+    # continuing from an earlier generation's state would undo committed steps
     if seen.finished and seen.previous is not None:
         return arrival.held == seen.previous.generation
     return arrival.held > 0
@@ -327,16 +283,9 @@ def decide(generation: int, seen: Seen) -> Decision:
 
 
 def same_lineage(generation: int, other: int, source_of: Callable[[int], int]) -> bool:
-    """Return True if one of two generations has its state from the other.
-
-    Both then commit the same steps. Two members that take each other for dead may both reach the
-    last step.
-
-    Args:
-        generation: One of the generations.
-        other: The other generation.
-        source_of: Function that returns the source of a generation, as in its decision.
-    """
+    """Return True if one of two generations has its state from the other."""
+    # both then commit the same steps; two members that take each other for dead may both reach the
+    # last step
     first, last = sorted((generation, other))
     while last > first:
         last = source_of(last)

@@ -71,13 +71,7 @@ LACKING = (errno.ENOMEM, errno.ENOSPC)
 
 
 def wait_for(work: Work, poll: Poll, seconds: float) -> None:
-    """Wait for a collective; raise a DistributedError if it failed, whatever its backend raised.
-
-    Args:
-        work: The collective.
-        poll: Function called from time to time; raises if the generation has to end.
-        seconds: Timeout of the group.
-    """
+    """Wait for a collective; raise a DistributedError if it failed, whatever its backend raised."""
     error = wait_work(work, poll, on_cpu=True, seconds=seconds)
     try:
         if error is None:
@@ -107,11 +101,9 @@ def may_mean_a_loss(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Release the objects held by the frames of an error's traceback.
-
-    A frame that has the error in a variable forms a cycle with it. The cycle would keep the failed
-    group with its connections and threads until the next garbage collection.
-    """
+    """Release the objects held by the frames of an error's traceback."""
+    # a frame that has the error in a variable forms a cycle with it, which would keep the failed
+    # group with its connections and threads until the next garbage collection
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]
     while errors:
@@ -151,19 +143,12 @@ class GenerationGroup:
 
 
 class Groups:
-    """Forms the groups of one member.
-
-    Args:
-        backend: "shm", or "gloo" for all groups.
-        seconds: Timeout of a group's operations.
-
-    Attributes:
-        listener: Listener that members of this host connect to; None without shared memory.
-    """
+    """Forms the groups of one member."""
 
     def __init__(self, backend: str, seconds: float) -> None:
         self._uses_shm = backend == "shm" and is_available()
         self._timeout = timedelta(seconds=seconds)
+        # members of this host connect to it
         self.listener = Listener() if self._uses_shm else None
         # members that failed, and since when
         self.unformed: tuple[frozenset[int], float] | None = None
@@ -184,13 +169,9 @@ class Groups:
     def form(
         self, decision: p.Decision, rank: int, membership: Membership, monitor: Monitor
     ) -> GenerationGroup:
-        """Form the group of a generation.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
-                reason: the next rendezvous decides.
-            DistributedError: This process cannot form groups.
-        """
+        """Form the group of a generation."""
+        # after PeerLostError or CollectiveTimeoutError the next rendezvous decides, even if forming
+        # failed for another reason; after another DistributedError this process cannot form groups
         if len(decision.members) == 1:
             return self.solo()
         processes = [membership.process(number) for number in decision.members]
@@ -231,14 +212,12 @@ class Groups:
         return GenerationGroup(group, store, group.abort)
 
     def give_up(self, decision: p.Decision, rank: int, error: DistributedError) -> None:
-        """Raise if these members could not form a group for long; the last rank raises first.
-
-        The faulty member cannot be known, but one member fewer may succeed.
-        """
+        """Raise if these members could not form a group for long; the last rank raises first."""
         members, now = frozenset(decision.members), time.monotonic()
         if self.unformed is None or self.unformed[0] != members:
             self.unformed = members, now
         patience = self._timeout.total_seconds() * (len(members) - rank)
+        # the faulty member cannot be known, but one member fewer may succeed
         if now - self.unformed[1] > patience:
             raise DistributedError(
                 f"no group could be formed within {patience:g} s: {error}"
@@ -290,10 +269,7 @@ def _in_thread(
     end: Callable[[], None],
     release: Callable[[Result], object],
 ) -> Result:
-    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises.
-
-    A result that comes too late goes to `release`.
-    """
+    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises."""
 
     def close(late: Future[Result]) -> None:
         if late.exception() is None:
@@ -311,7 +287,7 @@ def _in_thread(
             if deadline.over():
                 raise CollectiveTimeoutError(f"not all members connected within {FORM_SECONDS:g} s")
     except BaseException:
-        future.add_done_callback(close)
+        future.add_done_callback(close)  # for a result that comes too late
         end()
         raise
     try:
@@ -328,10 +304,7 @@ def _in_thread(
 
 
 def _check_own_fault(error: Exception) -> None:
-    """Raise if this process lacks memory or descriptors for a group.
-
-    Other members cannot help in this case.
-    """
+    """Raise if this process lacks memory or descriptors for a group: others cannot help then."""
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
         raise DistributedError(f"this process lacks memory for a group: {error}") from error
     pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -354,16 +327,14 @@ def _run(future: Future[Result], form: Callable[[], Result]) -> None:
 
 
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
-    """Return the connections of a group that was just formed.
-
-    Of the new sockets, these are the connections from or to a listening port of a member: another
-    thread of this process may have opened other sockets.
-    """
+    """Return the connections of a group that was just formed."""
     new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
     ports = [port for fd in new if (port := listening_port(fd))]
     store.set(f"ports/{rank}", " ".join(map(str, ports)))
     texts = store.multi_get([f"ports/{other}" for other in range(size)])
     known = {int(port) for text in texts for port in text.split()}
+    # only connections from or to a listening port of a member: another thread of this process may
+    # have opened other sockets
     return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}
 
 
@@ -384,30 +355,13 @@ MAX_ATTEMPTS = 4
 
 
 class Runtime:
-    """Protocol state, store and group of one member.
-
-    Args:
-        store: The store.
-        name: Name of the run.
-        expect: Number of members that the first generation waits for.
-        backend: "shm" or "gloo".
-        timeout: Seconds that a collective, and a member that is alive but does not come, may take.
-        silence: Seconds without a sign of life after which a member counts as lost.
-
-    Attributes:
-        member: Protocol state of the member.
-        group: Group of its generation, or a group of this process alone.
-        monitor: Signs of life.
-        membership: Keys of the run in the store.
-        on_commit: Called to step the optimizers.
-        on_group: Called with each new group, before anything is sent on it.
-        on_done: Called when all steps are committed; the group is of this process alone then.
-        on_transfer: Called to send (True) or receive (False) the state.
-    """
+    """Protocol state, store and group of one member."""
 
     def __init__(
         self, store: Store, name: str, *, expect: int, backend: str, timeout: float, silence: float
     ) -> None:
+        # members that the first generation waits for; limit for a collective, and for a member that
+        # is alive but does not come
         self._expect, self._timeout = expect, timeout
         self._groups = Groups(backend, timeout)
         listener = self._groups.listener
@@ -421,28 +375,23 @@ class Runtime:
         self._failed = False
         self._attempts, self._last_loss = 1, ""
         self.group: GenerationGroup = self._groups.solo()
-        self.on_commit: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None  # steps the optimizers
+        # called with each new group, before anything is sent on it
         self.on_group: Callable[[], None] = lambda: None
+        # called when all steps are committed; the group is of this process alone then
         self.on_done: Callable[[], None] = lambda: None
-        self.on_transfer: Callable[[bool], None] = lambda sends: None
+        self.on_transfer: Callable[[bool], None] = lambda sends: None  # or receives the state
 
     # -- driving ---------------------------------------------------------------------------
 
     def start(self, steps: int, committed: int, settings: Mapping[str, object]) -> None:
-        """Arrive with a state of `committed` steps, to do `steps` in all.
-
-        Raises:
-            MismatchError: The first member has other settings.
-        """
+        """Arrive with a state of `committed` steps, to do `steps` in all."""
         self._check_settings(settings)
         self.member = p.Member(self.member.number, steps, committed=committed)
         self._handle(p.Start(self.membership.latest()))
 
     def _check_settings(self, mine: Mapping[str, object]) -> None:
-        """Raise if the first member has other settings.
-
-        Before the first generation, the error is raised on all members.
-        """
+        """Raise if the first member has other settings; at the first rendezvous, on all members."""
         text = json.dumps(mine, default=str)  # NumPy's numbers, too
         mine, first = json.loads(text), json.loads(self.membership.first("settings", text))
         differing = [name for name in mine if mine[name] != first.get(name)]
@@ -459,24 +408,13 @@ class Runtime:
         raise error
 
     def advance(self) -> bool:
-        """Continue until a step is to be computed; return False if all are done.
-
-        Raises:
-            RunOverError: The other members are done, and no member has the state.
-            PeerFailedError: A member asked all to raise an error.
-            MismatchError: A member of the first generation has other settings.
-            DistributedError: The same members lost the same step several times in a row.
-        """
+        """Continue until a step is to be computed; return False if all are done."""
         while self.member.phase is p.Phase.ARRIVED:
             self._rendezvous()
         return self.member.phase is p.Phase.REDUCING
 
     def any(self, flag: bool) -> bool:
-        """Return True if any member passes True.
-
-        Raises:
-            DistributedError: A member was lost: call `lost`.
-        """
+        """Return True if any member passes True; after a DistributedError, call `lost`."""
         if self.size == 1:
             return flag
         flags = torch.tensor([int(flag)], dtype=torch.int32)
@@ -493,14 +431,8 @@ class Runtime:
         wait_for(work, self._check, self._timeout)
 
     def commit(self, *, stop: bool) -> None:
-        """Enter the barrier with complete gradients, and commit.
-
-        Args:
-            stop: True if a member asked to stop after this step; the same on all members.
-
-        Raises:
-            DistributedError: A member was lost: call `lost`.
-        """
+        """Enter the barrier with complete gradients, and commit; after an error, call `lost`."""
+        # `stop` is the same on all members: one of them asked to stop after this step
         self._handle(p.Reduced(stop))
         self._handle(p.Passed(self._pass_barrier()))
 
@@ -511,11 +443,7 @@ class Runtime:
         return self.any(self.monitor.wanted)
 
     def lost(self, error: BaseException) -> None:
-        """Leave the generation because a member was lost.
-
-        Args:
-            error: Error that reports the loss.
-        """
+        """Leave the generation because a member was lost."""
         self._last_loss = f"{type(error).__name__}: {error}"
         if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
             self._failed = True
@@ -537,11 +465,7 @@ class Runtime:
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """Process group of the generation.
-
-        Raises:
-            NotSupportedError: The generation has ended, and the next one has not begun.
-        """
+        """Process group of the generation."""
         if self.group.group is None:
             raise NotSupportedError(
                 "run.group is unavailable between two steps after a member was lost, left or asked "
@@ -561,13 +485,11 @@ class Runtime:
         return 0 if decision is None else decision.members.index(self.member.number)
 
     def was_lost(self, seconds: float = 0.5) -> bool:
-        """Return True if a member left the generation or is lost.
-
-        Waits up to `seconds` for evidence. Used after an error with several possible causes.
-        """
+        """Return True if a member left or is lost; wait up to `seconds` for evidence."""
         decision = self.member.decision
         if decision is None or len(decision.members) == 1:
             return False
+        # for an error with several possible causes, which may come before the evidence
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.monitor.reason or self.membership.count(decision.generation + 1):
@@ -603,18 +525,14 @@ class Runtime:
                     pass  # the training loop continues
 
     def _finish(self, generation: int) -> None:
-        """Report that all steps are committed.
-
-        Raises:
-            RunOverError: The run has another result, of members that took this one for dead.
-        """
+        """Report that all steps are committed; raise if the run has another result."""
         try:
             first = self.membership.finish(generation)
             same = p.same_lineage(generation, first, self.membership.source_of)
         except DistributedError:
             same = True  # the store is gone, but all steps are committed
         report(finished=same)
-        if not same:
+        if not same:  # other members took this one for dead
             self._handle(p.Over())
             raise RunOverError(
                 "the other members finished the run without this process, which continued alone: "

@@ -33,12 +33,7 @@ class Shard:
 
 
 def check_shards(shards: object) -> int:
-    """Return the number of shards.
-
-    Raises:
-        ArgumentTypeError: The value is not an int.
-        ArgumentError: The value is not a power of two.
-    """
+    """Return the number of shards; raise unless it is an int and a power of two."""
     if isinstance(shards, bool) or not isinstance(shards, int):
         raise ArgumentTypeError(f"shards is {shards!r}: pass an int, a power of two such as 8")
     if shards < 1 or shards & (shards - 1):
@@ -47,37 +42,19 @@ def check_shards(shards: object) -> int:
 
 
 def deal(shards: int, members: int) -> list[range]:
-    """Return contiguous ranges of shards for the members, of nearly equal length.
-
-    Members beyond the number of shards get empty ranges, but take part in sums.
-
-    Example:
-        >>> deal(8, 3)
-        [range(0, 3), range(3, 6), range(6, 8)]
-        >>> deal(8, 4)
-        [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    """
+    """Return contiguous ranges of shards for the members, of nearly equal length."""
+    # members beyond the number of shards get empty ranges, but take part in sums
     length, longer = divmod(shards, members)
     starts = [rank * length + min(rank, longer) for rank in range(members + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def assign(shards: int, held: Sequence[Collection[int]]) -> list[list[int]]:
-    """Return the shards of each member, if some members hold results of shards of this step.
-
-    A result is used by the first member that holds it; the other shards are dealt evenly.
-
-    Args:
-        shards: Number of shards.
-        held: Shards whose results each member holds.
-
-    Example:
-        >>> assign(8, [[0, 1], [], [5]])
-        [[0, 1, 2, 3], [4, 6], [5, 7]]
-    """
+    """Return the shards of each member, if some members hold results of shards of this step."""
+    # assign(8, [[0, 1], [], [5]]) returns [[0, 1, 2, 3], [4, 6], [5, 7]]
     taken: set[int] = set()
     assigned: list[list[int]] = []
-    for own in held:
+    for own in held:  # the first member that holds a result uses it
         assigned.append([shard for shard in own if shard not in taken])
         taken.update(own)
     missing = [shard for shard in range(shards) if shard not in taken]
@@ -144,14 +121,7 @@ class Samples:
 
 
 def seed_of(seed: int, step: int, first: int, use: str = "") -> int:
-    """Return a seed for torch, of 64 bits.
-
-    Args:
-        seed: Seed of the run.
-        step: Number of the step.
-        first: First shard.
-        use: Purpose of the random numbers.
-    """
+    """Return a seed for torch, of 64 bits; `use` is the purpose of the random numbers."""
     text = f"{seed} {step} {first} {use}".rstrip()
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -162,13 +132,7 @@ clock = time.perf_counter
 
 
 class Speeds:
-    """Time of each member for a shard, over the steps of a generation.
-
-    All members note the same values, so that they decide alike.
-
-    Args:
-        members: Number of members.
-    """
+    """Time of each member for a shard, over the steps of a generation."""
 
     def __init__(self, members: int) -> None:
         self._seconds = [math.nan] * members
@@ -190,12 +154,8 @@ class Speeds:
         return sum(own) / len(own) if own else math.nan
 
     def note(self, seconds: Sequence[float], counts: Sequence[int]) -> None:
-        """Take in the times of all members in a step.
-
-        Args:
-            seconds: Time of each member for a shard.
-            counts: Number of shards of each member.
-        """
+        """Take in each member's time for a shard in a step, and number of shards."""
+        # all members note the same values, so that they decide alike
         for member, now in enumerate(seconds):
             if not math.isnan(now):
                 before = self._seconds[member]
@@ -213,25 +173,15 @@ class Speeds:
 
 
 def balance(counts: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Return the number of shards of each member that makes the slowest member fastest.
-
-    Each member keeps at least one shard, so that its speed is known. The numbers stay as they are
-    if the step would get less than 10 % shorter, or if there are fewer shards than members.
-
-    Args:
-        counts: Present number of shards of each member.
-        seconds: Time of each member for one shard; NaN if unknown.
-
-    Example:
-        >>> balance([4, 4], [1.0, 3.0])
-        [6, 2]
-        >>> balance([4, 4], [1.0, 1.1])
-        [4, 4]
-    """
+    """Return the number of shards of each member that makes the slowest member fastest."""
+    # balance([4, 4], [1.0, 3.0]) returns [6, 2];
+    # with fewer shards than members, or a time that is not known (NaN), nothing changes
     if 0 in counts or not all(second > 0 for second in seconds):
         return list(counts)
+    # at least one shard each, so that the member's speed is known
     found = [1] * len(counts)
     for _ in range(sum(counts) - len(counts)):
         found[min(range(len(found)), key=lambda m: ((found[m] + 1) * seconds[m], m))] += 1
     before, after = (max(map(mul, c, seconds)) for c in (counts, found))
+    # less than 10 % is not worth a change
     return found if after < 0.9 * before else list(counts)

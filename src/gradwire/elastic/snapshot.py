@@ -56,14 +56,10 @@ LINEAGE = "gradwire_lineage"
 
 
 class Snapshot(NamedTuple):
-    """State of the kept objects.
+    """State of the kept objects."""
 
-    Args:
-        header: The state, with large tensors replaced by their numbers.
-        tensors: Large tensors of the CPU. On the sender they share memory with its objects.
-    """
-
-    header: bytearray
+    header: bytearray  # the state, with large tensors replaced by their numbers
+    # large tensors of the CPU; on the sender they share memory with its objects
     tensors: list[Tensor]
 
 
@@ -108,27 +104,17 @@ def _filled(states: Any, tensor_at: Callable[[Any], Tensor]) -> Any:
 
 
 def locations() -> str | dict[str, str]:
-    """Return where tensors are put: those of any accelerator on this member's current one.
-
-    Their sender's may have a number that this host does not have.
-    """
+    """Return where tensors are put: those of any accelerator on this member's current one."""
     own = torch.accelerator.current_accelerator()
     if own is None or not torch.accelerator.is_available():
         return "cpu"
     here = f"{own.type}:{torch.accelerator.current_device_index()}"
+    # the sender's may have a number that this host does not have
     return {f"{own.type}:{number}": here for number in range(MAX_ACCELERATORS)}
 
 
 def take_over(kept: Mapping[str, Any], data: Snapshot) -> Any:
-    """Load a state that `dump` returned into the kept objects, which take over its tensors.
-
-    Returns:
-        Value beside the state.
-
-    Raises:
-        MismatchError: Other objects are kept here, or a model differs.
-        NotSupportedError: The state has other values than tensors and plain values.
-    """
+    """Load a state of `dump` into kept objects, which take over its tensors; return `beside`."""
     try:
         states, beside = torch.load(
             io.BytesIO(data.header), weights_only=True, map_location=locations()
@@ -163,13 +149,11 @@ def take_over(kept: Mapping[str, Any], data: Snapshot) -> Any:
 
 
 def put(value: Any, state: Any) -> None:
-    """Load a state into an object, keeping the dtypes of an optimizer's state.
-
-    `Optimizer.load_state_dict` casts it to the dtypes of the parameters.
-    """
+    """Load a state into an object, keeping the dtypes of an optimizer's state."""
     value.load_state_dict(state)
     if not isinstance(value, Optimizer) or not {"state", "param_groups"} <= state.keys():
         return
+    # `Optimizer.load_state_dict` has cast the state to the dtypes of the parameters
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in value.param_groups for p in group["params"]]
     if len(numbers) == len(parameters):
@@ -209,11 +193,7 @@ def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
 
 
 def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], object]) -> Snapshot:
-    """Broadcast a state from rank 0, and return it.
-
-    Raises:
-        DistributedError: A member is lost.
-    """
+    """Broadcast a state from rank 0, and return it."""
 
     def send(tensor: Tensor) -> None:
         for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
@@ -242,22 +222,7 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
 def save(
     kept: Mapping[str, Any], step: int, folder: Path, *, lineage: str = "", keep: int | None = None
 ) -> Path:
-    """Write a checkpoint of the kept objects, atomically.
-
-    Args:
-        kept: Objects by name.
-        step: Number of committed steps.
-        folder: Folder of the checkpoints of this training.
-        lineage: Name of the lineage of this training.
-        keep: Number of its checkpoints to keep; None for all.
-
-    Returns:
-        Path of the checkpoint: `step-N` in the folder.
-
-    Raises:
-        ArgumentError: The folder has a checkpoint of as many steps or more of another training.
-        CheckpointError: Writing failed; partial files are removed.
-    """
+    """Write a checkpoint of the kept objects, atomically; return its path, `folder/step-N`."""
     final = path_of(folder, step)
     _check_lineage(folder, final, lineage)
     try:
@@ -273,7 +238,7 @@ def save(
             f"the checkpoint {final} could not be written, and its partial files are removed: "
             f"{raised!r}. Remove the cause, such as a full disk, or save to another folder"
         ) from raised
-    if keep is not None:
+    if keep is not None:  # a number of checkpoints of this lineage
         _remove_old(folder, final, lineage, keep)
     return final
 
@@ -324,10 +289,7 @@ def lineage_of(path: Path) -> str:
 
 
 def _check_lineage(folder: Path, final: Path, lineage: str) -> None:
-    """Raise if `latest` would find a checkpoint of another training.
-
-    Now, or after this one is saved.
-    """
+    """Raise if `latest` would find another training's checkpoint, now or after this save."""
     for path in folder.glob(f"{PREFIX}*"):
         if path.name >= final.name and lineage_of(path) != lineage:
             raise ArgumentError(
@@ -373,14 +335,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def load(kept: Mapping[str, Any], path: Path) -> int:
-    """Load a checkpoint into the kept objects.
-
-    Returns:
-        Number of committed steps.
-
-    Raises:
-        ArgumentError: There is no checkpoint at the path, or it holds other objects.
-    """
+    """Load a checkpoint into the kept objects; return its number of committed steps."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 

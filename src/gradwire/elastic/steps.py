@@ -213,39 +213,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run, as passed to `join`.
+    """Settings of a run, as passed to `join`."""
 
-    Args:
-        shards: Number of shards of a step.
-        reproducible: True to add shards up in a tree, False to average with
-            DistributedDataParallel.
-        seed: Seed of the run.
-        nan_guard: True if a gradient that is not finite ends the run on all members.
-        check_replicas: Number of steps between two comparisons of the members' parameters; 0 for
-            none.
-    """
-
-    shards: int
-    reproducible: bool
+    shards: int  # number of shards of a step
+    reproducible: bool  # shards are added in a tree, not averaged by DistributedDataParallel
     seed: int
-    nan_guard: bool
-    check_replicas: int
+    nan_guard: bool  # a gradient that is not finite ends the run on all members
+    check_replicas: int  # steps between comparisons of the members' parameters; 0 for none
 
 
 class MemberSteps:
-    """Steps of a run on this member.
-
-    Args:
-        runtime: Runtime that forms generations and commits.
-        settings: Settings of the run.
-
-    Attributes:
-        kept: Kept objects.
-        dealt: Shards of this member in this generation.
-        samples: Samples of each shard, if `Run.steps` got their number.
-        start: Number of steps that were committed before the run.
-        asks_to_stop: True to stop after the next step whose gradients are reduced.
-    """
+    """Steps of a run on this member."""
 
     def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self.runtime, self.settings = runtime, settings
@@ -253,8 +231,9 @@ class MemberSteps:
         devices = torch.accelerator.is_available()
         self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
         self.kept = Kept()
-        self.samples: Samples | None = None
-        self.start = 0
+        self.samples: Samples | None = None  # if `Run.steps` got their number
+        self.start = 0  # steps that were committed before the run
+        # the former: to stop after the next step whose gradients are reduced
         self.asks_to_stop = self._stops = False
         self._steppers: tuple[Stepper, ...] = ()
         self._tree: TreeSum | None = None
@@ -278,11 +257,7 @@ class MemberSteps:
         return self.runtime.member.committed or self.start
 
     def sample_ids(self, step: int, shard: Shard) -> list[int]:
-        """Return the dataset indices of a shard.
-
-        Raises:
-            ArgumentError: `Run.steps` did not get the number of samples.
-        """
+        """Return the dataset indices of a shard."""
         if self.samples is None:
             raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
         return self.samples.ids(step, shard)

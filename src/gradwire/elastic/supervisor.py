@@ -50,14 +50,7 @@ def report(**fields: Any) -> None:
 def end_with_reports(
     member: int | None = None, step: Callable[[], int | None] = lambda: None
 ) -> None:
-    """Report uncaught errors to the supervisor; exit with the code of a RunOverError.
-
-    The lines of their tracebacks begin with the member's number.
-
-    Args:
-        member: Number of this member; None before it has joined.
-        step: Function that returns the current step; None if there is none.
-    """
+    """Report uncaught errors to the supervisor; exit with the code of a RunOverError."""
     before = getattr(sys.excepthook, "gradwire_before", sys.excepthook)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -68,6 +61,7 @@ def end_with_reports(
         if isinstance(error, Exception):
             report(error=kind.__name__, message=str(error)[:TEXT], step=step())
         text = io.StringIO()
+        # before `join`, when there is no number, lines get no prefix
         with contextlib.nullcontext() if member is None else contextlib.redirect_stderr(text):
             before(kind, error, trace)
         lines = [f"[member {member}] {printable(line)}\n" for line in text.getvalue().splitlines()]
@@ -146,28 +140,14 @@ class _Child:
 
 @dataclass
 class Supervisor:
-    """Processes of one host.
-
-    Args:
-        command: Command and its arguments.
-        environment: Environment of the processes.
-        nproc: Number of processes.
-        restarts: Number of restarts that are left.
-        grace: Seconds to wait for processes after another is done; None for no limit.
-        shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
-        log: Function called with a line of text about each event.
-
-    Attributes:
-        signals: Signals that this process received and has not handled.
-        stopped_by: Signal that ends all processes; 0 for none.
-    """
+    """Processes of one host."""
 
     command: Sequence[str]
     environment: dict[str, str]
     nproc: int
-    restarts: int
-    grace: float | None
-    shutdown_timeout: float
+    restarts: int  # number that is left
+    grace: float | None  # seconds to wait after another process is done; None for no limit
+    shutdown_timeout: float  # seconds between a signal that ends the processes and SIGKILL
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -180,8 +160,8 @@ class Supervisor:
         self._started = 0
         self._gave_up = ""  # why processes are no longer restarted
         self._kill_at: float | None = None
-        self.signals: list[int] = []
-        self.stopped_by = 0
+        self.signals: list[int] = []  # received and not handled
+        self.stopped_by = 0  # signal that ends all processes; 0 for none
 
     def run(self) -> int | None:
         """Return the exit code when all processes have ended; None if a signal ended them."""
@@ -261,10 +241,8 @@ class Supervisor:
             self.log(f"{child.end}; not restarted: no restarts are left")
 
     def _repeats(self, child: _Child) -> bool:
-        """Return True if more than `nproc` processes in a row ended with the same error.
-
-        That is the same error at the same step, or, before `join`, the same exit code.
-        """
+        """Return True if more than `nproc` processes in a row ended with the same error."""
+        # the same error at the same step, or, before `join`, the same exit code
         if "error" in child.said:
             error = (child.said["error"], child.said["step"])
         elif not child.said and child.process.returncode > 0:

@@ -41,12 +41,8 @@ Value = TypeVar("Value")
 
 
 def nodes_of(shards: Iterable[int]) -> list[Node]:
-    """Return the largest nodes that together cover shards in ascending order.
-
-    Example:
-        >>> nodes_of([1, 3, 4, 5, 6, 7])
-        [(1, 1), (3, 1), (4, 4)]
-    """
+    """Return the largest nodes that together cover shards in ascending order."""
+    # nodes_of([1, 3, 4, 5, 6, 7]) returns [(1, 1), (3, 1), (4, 4)]
     pending: list[tuple[Node, None]] = []
     for shard in shards:
         push(pending, (shard, 1), None, lambda left, right: None)
@@ -56,19 +52,9 @@ def nodes_of(shards: Iterable[int]) -> list[Node]:
 def add_up(
     shards: int, values: Mapping[Node, Value], add: Callable[[Value, Value], Value]
 ) -> Value:
-    """Return the value of the root, from those of nodes that together cover all shards.
-
-    Args:
-        shards: Number of shards.
-        values: Value of each node; no node is below another.
-        add: Function of the values of a left and a right child; it may write to the left one.
-
-    Example:
-        >>> add_up(4, {(0, 2): "ab", (2, 1): "c", (3, 1): "d"}, lambda x, y: f"({x}+{y})")
-        '(ab+(c+d))'
-    """
+    """Return the value of the root, from those of nodes that together cover all shards."""
     pending: list[tuple[Node, Value]] = []
-    for node in sorted(values):
+    for node in sorted(values):  # `add` may write to the left value
         push(pending, node, values[node], add)
     ((root, value),) = pending
     assert root == (0, shards), "the nodes are not the tree's leaves"
@@ -91,22 +77,14 @@ def push(
 
 
 class _Column:
-    """Tensors that are reduced in one dtype, contiguous in flat memory.
-
-    Args:
-        tensors: All tensors.
-        indices: Indices of those in this column.
-        dtype: Dtype of the flat memory.
-        width: Number of members, and of slices of the flat memory.
-
-    Attributes:
-        averages: True to add tensors, False to take the largest elements.
-    """
+    """Tensors that are reduced in one dtype, contiguous in flat memory."""
 
     def __init__(
         self, tensors: Sequence[Tensor], indices: list[int], dtype: torch.dtype, width: int
     ) -> None:
+        # width: number of members, and of slices of the flat memory
         self.indices, self.dtype, self.width = indices, dtype, width
+        # tensors are added, or else their largest elements taken
         self.averages = dtype.is_floating_point or dtype.is_complex
         self.shapes = [tensors[i].shape for i in indices]
         self.sizes = [tensors[i].numel() for i in indices]
@@ -158,10 +136,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
-    """Return the mean on its parameter's device, with its strides and its gradient's dtype.
-
-    Strides that leave gaps are ignored. The result shares memory if nothing has to change.
-    """
+    """Return the mean on its parameter's device, with its strides and its gradient's dtype."""
+    # strides that leave gaps are ignored; the result shares memory if nothing has to change
     strides, dtype = memory_strides(parameter) or mean.stride(), gradient_dtype(parameter)
     if strides == mean.stride() and dtype == mean.dtype and parameter.device == mean.device:
         return mean
@@ -170,48 +146,24 @@ def as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Contribution(NamedTuple):
-    """Result of one shard.
+    """Result of one shard."""
 
-    Args:
-        flats: Weighted gradients, and buffers, in the flat memory of each column.
-        weight: Weight of the shard.
-        used: 1 for each parameter that has a gradient.
-        changed: 1 for each buffer that forward has changed.
-    """
-
-    flats: list[Tensor]
+    flats: list[Tensor]  # weighted gradients, and buffers, in the flat memory of each column
     weight: float
-    used: Tensor
-    changed: Tensor
+    used: Tensor  # 1 for each parameter that has a gradient
+    changed: Tensor  # 1 for each buffer that forward has changed
 
 
 class Notes(NamedTuple):
-    """Values that members send with a step, besides sums.
+    """Values that members send with a step, besides sums."""
 
-    Args:
-        stop: True if any member asks to stop after this step.
-        seconds: Time of each member for a shard.
-        digests: Digest of each member's parameters; empty if they were not compared.
-    """
-
-    stop: bool
-    seconds: list[float]
-    digests: list[bytes]
+    stop: bool  # any member asks to stop after this step
+    seconds: list[float]  # time of each member for a shard
+    digests: list[bytes]  # of each member's parameters; empty if they were not compared
 
 
 class TreeSum:
-    """Reduction of one step after the other, for one generation.
-
-    Args:
-        kept: Models, with the same parameters, buffers and frozen parameters on every member.
-        shards: Number of shards of a step.
-        group: Group of the members.
-        wait: Function that waits for their collectives.
-        assigned: Shards of each member, in ascending order.
-
-    Attributes:
-        known: Ids of the trained parameters.
-    """
+    """Reduction of one step after the other, for one generation."""
 
     def __init__(
         self,
@@ -221,6 +173,7 @@ class TreeSum:
         wait: Callable[[Work], object],
         assigned: Sequence[Sequence[int]],
     ) -> None:
+        # every member has the same parameters, buffers and frozen parameters
         self._kept, self._trained = kept, [p.requires_grad for p in kept.parameters]
         self._parameters = [p for p in kept.parameters if p.requires_grad]
         self.known = {id(p) for p in self._parameters}
@@ -255,15 +208,7 @@ class TreeSum:
         self._missing = deque(self._own)
 
     def collect(self, weight: float, *, apart: bool) -> Contribution:
-        """Take the gradients of a shard's mean, multiplied by the shard's weight.
-
-        Args:
-            weight: Weight of the shard.
-            apart: True if the result is used without those of this member's previous shards.
-
-        Raises:
-            NotSupportedError: A gradient is sparse, or a buffer has another shape.
-        """
+        """Take the gradients of a shard's mean, multiplied by the shard's weight."""
         used, flats = torch.zeros_like(self._used), []
         for column in self._of_gradients:
             flat = column.take()
@@ -294,6 +239,7 @@ class TreeSum:
                 f"forward has changed the shapes of buffers from {before} to {after}: allocate "
                 "them with their final shapes before run.steps"
             )
+        # apart: the result is used without those of this member's previous shards
         changed = torch.zeros_like(self._changed) if apart else self._changed.clone()
         known = changed.tolist()
         for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
@@ -320,11 +266,7 @@ class TreeSum:
         return [row.nonzero().flatten().tolist() for row in self._all_gather(mine)]
 
     def add(self, shard: int, contribution: Contribution) -> None:
-        """Add the result of a shard, whose memory is then reused.
-
-        Raises:
-            ReductionError: The shard is not the next one of this member.
-        """
+        """Add the result of a shard, whose memory is then reused."""
         if not self._missing or shard != self._missing[0]:
             expected = self._missing[0] if self._missing else "none"
             raise ReductionError(f"backward of shard {shard}: expected shard {expected}")
@@ -339,23 +281,7 @@ class TreeSum:
     def reduce(
         self, stop: bool, seconds: float, digest: bytes
     ) -> tuple[list[tuple[Tensor, Tensor]], Notes]:
-        """Set the gradients of all members to the mean over all samples.
-
-        The gradients have the strides of their parameters, because optimizers with `fused=True`
-        read both in the order of memory. The next step may overwrite their memory.
-
-        Args:
-            stop: True if this member asks to stop after this step.
-            seconds: Time of this member for a shard.
-            digest: Digest of its parameters, or no bytes; of one length on all members.
-
-        Returns:
-            Buffers with their new values, and the notes of all members.
-
-        Raises:
-            DistributedError: A member is lost.
-            ReductionError: A shard of this member had no backward.
-        """
+        """Set all gradients to the mean over all samples; return buffers, new values, and notes."""
         if self._missing:
             raise ReductionError(f"shard {self._missing[0]} of this step had no backward")
         slices = [self._sum_slice(column) for column in self._columns]
@@ -366,6 +292,8 @@ class TreeSum:
             flat = self._gather_slices(column, part, total)
             for view, index in zip(column.views(flat), column.indices, strict=True):
                 parameter = self._parameters[index]
+                # in the parameter's strides, because optimizers with `fused=True` read both in the
+                # order of memory; the next step may overwrite the gradient's memory
                 parameter.grad = as_gradient(view, parameter) if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
         buffers, first = self._kept.buffers(), self._kept.first_buffers
@@ -422,6 +350,7 @@ class TreeSum:
         """Gather weights, used parameters and changed buffers of all shards, and the notes."""
         if self._size == 1:
             return Notes(stop, [seconds], [digest])
+        # the digest has the same length on all members
         numbers = torch.cat([self._weights, torch.tensor([seconds], dtype=torch.float64)])
         flags = torch.cat([self._used, self._changed, torch.tensor([stop], dtype=torch.uint8)])
         parts = [numbers.view(torch.uint8), torch.tensor(list(digest), dtype=torch.uint8), flags]
