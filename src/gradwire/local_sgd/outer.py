@@ -50,17 +50,7 @@ from gradwire.local_sgd.parameters import Named, TrackedParameters
 
 
 class Reduction:
-    """Reduction of one bucket by a hook, under way from the constructor on.
-
-    Args:
-        hook: Communication hook.
-        bucket: Bucket to reduce.
-        domain: Fault domain of the group, which reports a failure to the other ranks.
-
-    Raises:
-        HookError: The hook failed.
-        BrokenGroupError: The group failed before.
-    """
+    """Reduction of one bucket by a hook, under way from the constructor on."""
 
     def __init__(self, hook: StatefulHook[Any], bucket: GradBucket, domain: FaultDomain) -> None:
         self._bucket, self._hook, self._domain = bucket, hook, domain
@@ -71,13 +61,7 @@ class Reduction:
             self._future = as_future(hook.run_hook(bucket), hook)
 
     def wait(self) -> list[Tensor]:
-        """Wait for the result, and return the averaged gradients.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: Another rank was lost, or did not take part in
-                time.
-            HookError: The hook failed in another way.
-        """
+        """Wait for the result, and return the averaged gradients."""
         with self._reporting():
             poll = partial(self._domain.poll_lost, look=True)
             if late := wait_future(self._future, poll, self._domain.seconds):
@@ -105,14 +89,7 @@ class Reduction:
 
 
 class Exchange:
-    """Exchange of a fragment that is not applied yet.
-
-    Args:
-        fragment: Number of the fragment.
-        due: Number of the step after which it is applied.
-        sent: Reductions of the buckets, with the indices of their parameters.
-        gradients: Averaged outer gradients by parameter, if they are known.
-    """
+    """Exchange of a fragment that is not applied yet."""
 
     def __init__(
         self,
@@ -121,15 +98,12 @@ class Exchange:
         sent: Sequence[tuple[list[int], Reduction]] = (),
         gradients: dict[int, Tensor] | None = None,
     ) -> None:
-        self.fragment, self.due = fragment, due
+        self.fragment, self.due = fragment, due  # due: number of the step after which it is applied
+        # reductions of buckets, with the indices of their parameters; averages, once known
         self._sent, self._gradients = sent, gradients
 
     def wait(self) -> dict[int, Tensor]:
-        """Return the averaged outer gradient of each parameter.
-
-        Raises:
-            DistributedError: See `Reduction.wait`.
-        """
+        """Return the averaged outer gradient of each parameter."""
         if self._gradients is None:
             found: dict[int, Tensor] = {}
             for indices, reduction in self._sent:
@@ -139,22 +113,7 @@ class Exchange:
 
 
 def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide a sequence into contiguous runs of about equal size.
-
-    Args:
-        sizes: Size of each entry, ≥ 0.
-        count: Number of runs, from 1 to the number of entries.
-
-    Returns:
-        Indices in each run, at least one.
-
-    Raises:
-        ArgumentError: `count` is out of its range.
-
-    Example:
-        >>> assign_fragments([5, 1, 1, 1, 4], 2)
-        [[0, 1], [2, 3, 4]]
-    """
+    """Return the indices of `count` contiguous runs of about equal size, each with an entry."""
     if not 1 <= count <= len(sizes):
         raise ArgumentError(
             f"fragments is {count} for {len(sizes)} parameters: pass 1 to {len(sizes)}"
@@ -176,15 +135,9 @@ def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def due(step: int, every: int, fragments: int) -> list[int]:
-    """Return the fragments that are exchanged after a step. Steps are counted from 1.
-
-    Each fragment is exchanged once in `every` steps, and the exchanges are spread evenly over
-    these.
-
-    Example:
-        >>> [due(step, every=4, fragments=2) for step in range(1, 9)]
-        [[], [0], [], [1], [], [0], [], [1]]
-    """
+    """Return the fragments that are exchanged after a step. Steps are counted from 1."""
+    # each once in `every` steps, spread evenly: with every=4 and 2 fragments, fragment 0 after
+    # steps 2, 6, ... and fragment 1 after steps 4, 8, ...
     phase = step % every
     return [f for f in range(fragments) if (f + 1) * every // fragments % every == phase]
 

@@ -23,30 +23,10 @@ Description = list[tuple[str, str]]
 
 
 class TrackedParameters:
-    """Named parameters, each with an anchor, its value on all ranks after the last exchange.
-
-    A parameter is active, that is, exchanged, from the first step that may change it. The anchor of
-    a frozen parameter shares its memory.
-
-    Args:
-        source: Module, or names and parameters. If it is a module, or the generator that
-            `module.named_parameters()` returned, its parameters are listed again at every
-            exchange.
-
-    Attributes:
-        everything: All names and parameters, including those that can never need a gradient.
-        names: Names of the parameters that may need a gradient.
-        tensors: These parameters.
-        anchors: Anchors of `tensors`, empty until `set_anchors`.
-        frozen: Indices of the parameters that are not active.
-        unshared: Indices of the anchors that ranks have not compared yet.
-
-    Raises:
-        ArgumentTypeError: An entry is not a name and a tensor.
-        ArgumentError: Two parameters have the same name, or none needs a gradient.
-    """
+    """Named parameters, each with an anchor, its value on all ranks after the last exchange."""
 
     def __init__(self, source: nn.Module | Named) -> None:
+        # a module's parameters are listed again at every exchange
         self._ask = _current_parameters(source)
         if not isinstance(source, nn.Module | Iterable) or isinstance(source, str | Tensor):
             raise ArgumentTypeError(
@@ -54,13 +34,15 @@ class TrackedParameters:
                 "named_parameters()"
             )
         named_parameters: Any = source if self._ask is None else self._ask()
+        # including parameters that can never need a gradient
         self.everything = list(named_parameters)
         _check_named(self.everything)
         named = [(n, p) for n, p in self.everything if p.is_floating_point() or p.is_complex()]
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
-        self.anchors: list[Tensor] = []
+        self.anchors: list[Tensor] = []  # empty until `set_anchors`
+        # the others are active, that is, exchanged, from the first step that may change them
         self.frozen = [i for i, p in enumerate(self.tensors) if not _may_change(p)]
-        self.unshared: list[int] = []
+        self.unshared: list[int] = []  # anchors that ranks have not compared yet
         if not self.active:
             raise ArgumentError("named_parameters has no trainable parameter: pass at least one")
 
@@ -76,13 +58,12 @@ class TrackedParameters:
         """Set the anchors to the current values, which are the same on all ranks."""
         frozen = set(self.frozen)
         own = [p.detach() for p in self.tensors]
+        # the anchor of a frozen parameter shares its memory
         self.anchors = [a if i in frozen else a.clone() for i, a in enumerate(own)]
 
     def activate_thawed(self) -> bool:
-        """Activate parameters that a step may change from now on; return True if there are any.
-
-        Call it before that step, while the parameters still have the same values on all ranks.
-        """
+        """Activate parameters that a step may change from now on; return True if there are any."""
+        # before that step, while the parameters still have the same values on all ranks
         thawed = [i for i in self.frozen if _may_change(self.tensors[i])]
         self.activate(thawed)
         return bool(thawed)
@@ -148,11 +129,7 @@ class TrackedParameters:
         return found
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if the optimizer or the module has a parameter that is not exchanged.
-
-        Raises:
-            ArgumentError: See `problems`.
-        """
+        """Raise if the optimizer or the module has a parameter that is not exchanged."""
         for name, problem in self.problems(optimizer):
             raise ArgumentError(
                 f"parameter {name!r} is not exchanged ({problem}): call synchronize() and pass "
@@ -161,11 +138,7 @@ class TrackedParameters:
             )
 
     def activate_saved(self, saved: Mapping[str, Tensor]) -> None:
-        """Exchange the parameters whose anchors were saved.
-
-        Raises:
-            ArgumentError: The anchors are of other parameters.
-        """
+        """Exchange the parameters whose anchors were saved."""
         ours = {self.names[i] for i in self.active}
         if not ours <= saved.keys() <= set(self.names):
             raise ArgumentError(
@@ -186,10 +159,7 @@ def _may_change(parameter: Tensor) -> bool:
 
 
 def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
-    """Return a function that lists a module's current parameters; None for other sources.
-
-    The module of a generator from `module.named_parameters()` is found from its arguments.
-    """
+    """Return a function that lists a module's current parameters; None for other sources."""
     if isinstance(source, nn.Module):
         return source.named_parameters
     if (
@@ -197,6 +167,7 @@ def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tens
         or source.gi_code is not nn.Module.named_parameters.__code__
     ):
         return None
+    # the module of a generator from `module.named_parameters()` is among its arguments
     given = inspect.getgeneratorlocals(source)
     if not isinstance(given.get("self"), nn.Module):  # the generator is exhausted
         return None
