@@ -82,11 +82,7 @@ class Observer:
             self._path.with_name(f"{LIMIT_PREFIX}{self._rank}").touch()
 
     def look(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that observes; record its error instead of raising it in the program.
-
-        Returns None in other threads, in other observations, while torch.compile traces and while a
-        CUDA graph is captured.
-        """
+        """Call a function that observes; record its error instead of raising it in the program."""
         # first, so that nothing else becomes part of a graph
         if torch.compiler.is_compiling() or not self.active or self.busy:
             return None

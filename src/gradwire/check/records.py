@@ -288,14 +288,9 @@ class Outcome:
 
 
 def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) -> Outcome:
-    """Run a program on the ranks of this host, and return what they recorded.
-
-    Args:
-        program: Python file with its arguments, or "-m", a module and its arguments.
-        ranks: Number of processes.
-        steps: Number of optimizer steps of each rank after which the ranks are ended; 0 for none.
-        timeout: Seconds without an event of any rank after which the ranks are ended.
-    """
+    """Run a program on the ranks of this host, and return what they recorded."""
+    # ranks are ended after `steps` optimizer steps of each (0 for no limit), or after `timeout`
+    # seconds without an event of any; program is a file or "-m" and a module, with arguments
     with tempfile.TemporaryDirectory(prefix="gradwire-check-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", __package__, name, str(steps), *program]

@@ -437,13 +437,9 @@ _SUM, _MEAN = 2, 1  # values of `reduction` in PyTorch's nodes
 
 
 def terms_of(loss: Any) -> list[dict[str, Any]]:
-    """Return the means that a loss is a sum of.
-
-    Returns:
-        For each mean its `count`, the number that it divides by; its `factor`, by which the loss
-        multiplies it; and `builtin`, True if PyTorch's own function counted. Terms that are
-        something else are left out.
-    """
+    """Return the means that a loss is a sum of; leave out other terms."""
+    # count: the number that a mean divides by; factor: the number by which the loss multiplies it;
+    # builtin: True if PyTorch's own function counted
     found: list[dict[str, Any]] = []
     if isinstance(loss, Tensor) and loss.grad_fn is not None and loss.numel() == 1:
         _walk((loss.grad_fn, loss.output_nr), 1.0, found, 0)
@@ -528,10 +524,8 @@ def _number(node: Any, name: str) -> float | None:
 
 
 def uses(loss: Any, gathered: Collection[Tensor], own: Tensor) -> bool:
-    """Return True if a loss's graph saved gathered tensors without their gradients.
-
-    Tensors that were concatenated or transposed are recognized by the sum of their bits.
-    """
+    """Return True if a loss's graph saved gathered tensors without their gradients."""
+    # the sum of bits is the same after concatenating or transposing
     sums = [(t.numel(), bit_sum(t)) for t in gathered]
     mask = (1 << 64) - 1
     looked_for = {(numel, total & mask) for numel, total in sums if numel > 1}
