@@ -74,10 +74,8 @@ def run_program(options: argparse.Namespace) -> None:
 
 
 def records_by_default(options: argparse.Namespace) -> bool:
-    """Return True if a run records into a temporary folder: on one host, where gradwire is loaded.
-
-    The records of one of several hosts would show the others' ranks as missing.
-    """
+    """Return True if a run records into a temporary folder: on one host, with gradwire loaded."""
+    # the records of one of several hosts would show the others' ranks as missing
     one_host = str(options.nnodes) in ("1", "1:1")  # torchrun's default is the latter
     if not one_host or "GRADWIRE_RECORDER" in os.environ:
         return False
