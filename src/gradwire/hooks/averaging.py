@@ -75,31 +75,13 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
 
 
 class SparseSum:
-    """Sums over ranks of sparse COO tensors: `pack`, `send`, `send_rest` and `result` for each.
+    """Sums over ranks of sparse COO tensors: `pack`, `send`, `send_rest` and `result` for each."""
 
-    Only Gloo sums sparse tensors, and not in every dtype. So ranks gather the numbers of entries,
-    the indices and the values as bytes. The first message has room for the entries of the longest
-    tensor of an earlier sum, and an eighth more. From the numbers in it, all ranks see whether a
-    rank has more, and gather the rest. Every rank sums the entries in rank order, so that all ranks
-    get the same bits.
-
-    Buffers are kept from one sum to the next.
-
-    Args:
-        group: Process group.
-
-    Example:
-        >>> from gradwire.testing import run_ranks
-        >>> def main():
-        ...     rank = dist.get_rank()
-        ...     total = SparseSum(dist.group.WORLD)
-        ...     total.pack(torch.sparse_coo_tensor([[rank]], [1.0], (3,)))
-        ...     total.send().wait()
-        ...     assert total.send_rest() is None  # no rank has more entries than fit
-        ...     return total.result().to_dense().tolist()
-        >>> run_ranks(main, world_size=2)
-        [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
-    """
+    # Only Gloo sums sparse tensors, and not in every dtype. So ranks gather the numbers of entries,
+    # the indices and the values as bytes. The first message has room for the entries of the longest
+    # tensor of an earlier sum, and an eighth more. From the numbers in it, all ranks see whether a
+    # rank has more, and gather the rest. Every rank sums the entries in rank order, so that all
+    # ranks get the same bits.
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -108,12 +90,9 @@ class SparseSum:
         self._rest: _Message | None = None
 
     def pack(self, tensor: Tensor) -> None:
-        """Fill the first message.
-
-        Args:
-            tensor: Tensor, coalesced or not, with the same shape, dtype and number of sparse
-                dimensions on every rank and in every sum.
-        """
+        """Fill the first message."""
+        # The tensor, coalesced or not, has the same shape, dtype and number of sparse dimensions on
+        # every rank and in every sum: buffers are kept from one sum to the next.
         self._own, self._rest = tensor.coalesce(), None
         if self._first is None or self._first.room != self._room:
             self._room = self._room or _least_room(self._own)
@@ -126,10 +105,7 @@ class SparseSum:
         return self._first.gather(self._group)
 
     def send_rest(self) -> Work | None:
-        """Send the remaining entries; return None if no rank has any.
-
-        Call this when the work returned by `send` has ended.
-        """
+        """Send the remaining entries after `send` has ended; return None if no rank has any."""
         assert self._first is not None
         most, room = max(self._first.counts), self._first.room
         least = _least_room(self._own)
@@ -167,14 +143,7 @@ class SparseSum:
 
 
 class _Message:
-    """Entries of each rank, as bytes.
-
-    Args:
-        like: Sparse tensor with the shape, dtype and number of sparse dimensions.
-        ranks: Number of ranks.
-        room: Number of entries from each rank.
-        begin: Position of the first of them in the rank's tensor.
-    """
+    """`room` entries of each rank, from position `begin` of its tensor on, as bytes."""
 
     def __init__(self, like: Tensor, ranks: int, room: int, begin: int = 0) -> None:
         self.room, self._begin = room, begin

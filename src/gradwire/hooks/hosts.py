@@ -213,12 +213,7 @@ def _set_group(hook: StatefulHook[Any], groups: HostGroups) -> None:
 
 
 class AcrossHosts(DelegatingHook):
-    """Hook returned by `across_hosts`.
-
-    Attributes:
-        hook: Hook between hosts. It keeps state on one rank of each host only.
-        groups: Process groups.
-    """
+    """Hook returned by `across_hosts`; the hook between hosts keeps state on one rank of each."""
 
     def __init__(self, hook: StatefulHook[Any], groups: HostGroups) -> None:
         super().__init__(hook)

@@ -48,12 +48,7 @@ class CommHook(Protocol):
 
 
 def check_hook(hook: object) -> CommHook:
-    """Return the hook after checking that it can be called with a state and a bucket.
-
-    Raises:
-        ArgumentTypeError: The hook is not callable, is a coroutine function, or has other
-            parameters.
-    """
+    """Return the hook after checking that it can be called with a state and a bucket."""
     if not callable(hook):
         raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(state, bucket)")
     if inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__):
@@ -268,12 +263,9 @@ class _ComposedHook(DelegatingHook):
 
 
 def compose(run: Run, hook: CommHook, *, linear: bool = False) -> CommHook:
-    """Return a hook that runs `run(hook, state, bucket)`, with the inner hook's state.
-
-    The result of `run` is read like a function's result. If the inner hook is a `StatefulHook`,
-    `run` must read the inner result with `parse_hook_result(result, bucket, hook)`. The hook is
-    linear if `linear` is True and the inner hook is linear.
-    """
+    """Return a hook that runs `run(hook, state, bucket)`, with the inner hook's state."""
+    # The result of `run` is read like a function's result. If the inner hook is a `StatefulHook`,
+    # `run` must read the inner result with `parse_hook_result(result, bucket, hook)`.
     check_hook(hook)
     linear = linear and bind_hook(None, hook).linear
     if isinstance(hook, StatefulHook):
@@ -300,12 +292,7 @@ def tensor_in(result: Any, hook: Callable[..., object]) -> Tensor:
 
 
 def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
-    """Return a hook and its state as one object; return a `StatefulHook` unchanged.
-
-    Raises:
-        ArgumentTypeError: `hook` is not a hook.
-        ArgumentError: `hook` is a `StatefulHook` and `state` is neither None nor its state.
-    """
+    """Return a hook and its state as one object; return a `StatefulHook` unchanged."""
     checked = check_hook(hook)
     if isinstance(checked, type) and issubclass(checked, StatefulHook):
         raise ArgumentTypeError(f"hook is the class {checked.__qualname__}: pass an instance")
@@ -319,12 +306,10 @@ def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
 
 
 def run_in_group(hook: StatefulHook[Any], group: ProcessGroup) -> None:
-    """Let a hook without a group run in the group of the module that it is registered for.
-
-    Otherwise it would use the default group, whose other ranks may have other modules, and average
-    their gradients with this module's. If the module is in the default group, the hook is not
-    changed, because the default group may be replaced later.
-    """
+    """Let a hook without a group run in the group of the module that it is registered for."""
+    # Otherwise it would use the default group, whose other ranks may have other modules, and
+    # average their gradients with this module's. If the module is in the default group, the hook is
+    # not changed, because the default group may be replaced later.
     if not (dist.is_initialized() and group is dist.group.WORLD):
         hook.run_in(group)
 
@@ -346,13 +331,7 @@ def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[
 
 
 def after(work: Work | None, result: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-    """Return a future of a function's value after a collective, or of the collective's error.
-
-    Args:
-        work: Handle of the collective, on a participating rank.
-        result: Function, called in a thread of the backend.
-        device: Device of the tensors that were sent.
-    """
+    """Return a future of `result()` after a collective, or of the collective's error."""
     assert work is not None
 
     def give(done: Future[Any]) -> Tensor:
@@ -372,24 +351,15 @@ def after(work: Work | None, result: Callable[[], Tensor], device: torch.device)
 
 
 def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:
-    """Return the reduced tensor from the value of a hook's future.
-
-    A `StatefulHook` reads the value itself. For other hooks it is a tensor of any shape and
-    strides, or a list or tuple of one. For a complex bucket, a tensor of alternating real and
-    imaginary parts is accepted, because Gloo's futures hold the real view that it has sent.
-
-    Returns:
-        Tensor with the bucket's dtype, device and number of elements. For a dense bucket it is 1-d
-        and contiguous, and a copy only if the hook's tensor is not.
-
-    Raises:
-        HookError: The result is not such a tensor.
-    """
+    """Return the tensor in a hook's result; if dense, 1-d and contiguous, like the buffer."""
+    # A `StatefulHook` reads the value itself. For other hooks it is a tensor of any shape and
+    # strides, or a list or tuple of one.
     if isinstance(hook, StatefulHook):
         result = hook.parse_hook_result(result)
     result = tensor_in(result, hook)
     buffer = bucket.buffer()
     prefix = f"hook {hook_name(hook)}, bucket {bucket.index()}: the result"
+    # Gloo's futures hold the real view that it has sent: real and imaginary parts alternate.
     if buffer.is_complex() and result.dtype == buffer.dtype.to_real():
         result = _as_complex(result, buffer)
     if result.layout != buffer.layout:
@@ -412,10 +382,8 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
 def read_future(
     returned: object, bucket: GradBucket, hook: Callable[..., object]
 ) -> torch._C.Future[Any]:
-    """Return a future of a hook's return value, read by the hook if it is a `StatefulHook`.
-
-    Used by hooks that run another hook: the reducer reads the results of the outer hook only.
-    """
+    """Return a future of a hook's return value, read by the hook if it is a `StatefulHook`."""
+    # Used by hooks that run another hook: the reducer reads the results of the outer hook only.
     future = as_future(returned, hook)
     if not isinstance(hook, StatefulHook):
         return future
@@ -440,21 +408,11 @@ Step: TypeAlias = Callable[[Any], Any]
 
 
 def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
-    """Run functions one after another, each when the previous one's future is done.
-
-    `Future.then` would give a future of a future where a callback starts another collective, and a
-    callback that waited for it would block one of the backend's few threads. Here no thread waits.
-
-    Args:
-        device: Device of the tensors in the futures: an accelerator's futures synchronize its
-            streams.
-        first: Future or value that the first step receives.
-        *steps: Functions. Each runs on the thread that completes the previous future, or on the
-            calling thread if there was no future before it. Each is released after it has run.
-
-    Returns:
-        Future of the last step's value, or of the first exception of a step or a future.
-    """
+    """Run steps in turn, each after the previous one's future; return the future of the last."""
+    # `Future.then` would give a future of a future where a callback starts another collective, and
+    # a callback that waited for it would block one of the backend's few threads. Here no thread
+    # waits: a step runs on the thread that completes the previous future, or on the calling thread
+    # if there was no future before it.
     if not isinstance(threading.current_thread(), threading._DummyThread):  # it is Python's own
         _NOT_RUN.clear()
     running = _Chain(device, steps)
@@ -463,15 +421,14 @@ def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
 
 
 class _Chain:
-    """Remaining steps of a chain.
-
-    When the future is done, no reference to a step may be left. Steps refer to a process group,
-    whose last reference must not be dropped by a thread of that group: the thread would wait for
-    itself, and the process would be aborted.
-    """
+    """Remaining steps of a chain."""
 
     def __init__(self, device: torch.device, steps: Sequence[Step]) -> None:
+        # An accelerator's futures synchronize its streams.
         self.end: Future[Any] = Future(devices=None if device.type == "cpu" else [device])
+        # When the future is done, no reference to a step may be left. Steps refer to a process
+        # group, whose last reference must not be dropped by a thread of that group: the thread
+        # would wait for itself, and the process would be aborted.
         self._steps = list(steps)
 
     def advance(self, value: Any) -> None:

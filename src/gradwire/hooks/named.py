@@ -12,11 +12,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def get_hook(name: str) -> CommHook:
-    """Return "all_reduce", "bf16" or "fp16", or a new "int8" or "int4" with its defaults.
-
-    Raises:
-        ArgumentError: There is no hook of this name. The message lists the names.
-    """
+    """Return "all_reduce", "bf16" or "fp16", or a new "int8" or "int4" with its defaults."""
     if name in _BITS:
         return BlockQuantization(_BITS[name])
     if name not in _FUNCTIONS:

@@ -242,31 +242,17 @@ class QuantizationState(PicklesGroups):
 
 
 class ParameterMemory:
-    """Tensors by parameter, kept flat in the order of the buckets that use them.
-
-    Buckets are assigned again after the first backward pass, and when the model changes. The
-    tensors are kept by the parameters' names, so that they follow their parameters to other
-    buckets.
-
-    Example:
-        >>> from gradwire.testing import FakeBucket
-        >>> memory = ParameterMemory()
-        >>> both = FakeBucket(torch.zeros(2), torch.zeros(1), names=["weight", "bias"])
-        >>> memory.put(both, torch.tensor([1.0, 2.0, 3.0]))
-        >>> memory.flat(FakeBucket(torch.zeros(1), names=["bias"]), torch.float32)
-        tensor([3.])
-    """
+    """Tensors by parameter, kept flat in the order of the buckets that use them."""
 
     def __init__(self) -> None:
+        # By the parameters' names, so that tensors follow their parameters to other buckets:
+        # buckets are assigned again after the first backward pass, and when the model changes.
         self._parts: dict[str, Tensor] = {}
         self._flats: dict[tuple[str, ...], Tensor] = {}
         self._spares: dict[tuple[str, ...], Tensor] = {}
 
     def flat(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
-        """Return the kept tensor of a bucket's parameters, like its buffer except for the dtype.
-
-        It is not a copy. It is zero for parameters that have no kept values, or had another size.
-        """
+        """Return the kept tensor of a bucket's parameters, not a copy; zero where none is kept."""
         buffer, names = bucket.buffer(), tuple(bucket.names())
         kept = self._flats.get(names)
         if kept is not None and _is_like(kept, buffer, dtype):
