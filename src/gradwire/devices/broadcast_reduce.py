@@ -241,21 +241,17 @@ def _check_buffer_size(buffer_size: object) -> None:
 
 @dataclass(frozen=True)
 class LinearOp:
-    """Linear op on tensors. Its functions must not refer to the tensors that it is applied to.
+    """Linear op on tensors. Its functions must not refer to the tensors that it is applied to."""
 
-    Attributes:
-        run: Function of the tensors, without gradients.
-        adjoint: Function of the results' gradients, and of the flags that say which tensors need a
-            gradient.
-        tangent: Function of the tensors' tangents.
-        zeros: True if both take zeros in place of missing gradients and tangents, else None.
-        constant: Indices of results that depend on no tensor that is tracked.
-    """
-
+    # Function of the tensors, without gradients.
     run: Callable[[Sequence[Tensor]], Any]
+    # Function of the results' gradients, and of the flags that say which tensors need a gradient.
     adjoint: Callable[[Sequence[Any], Sequence[bool]], Sequence[Tensor | None]]
+    # Function of the tensors' tangents.
     tangent: Callable[[Sequence[Any]], Any]
+    # True if both take zeros in place of missing gradients and tangents, else None.
     zeros: bool = False
+    # Indices of results that depend on no tensor that is tracked.
     constant: Sequence[int] = ()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -298,11 +294,9 @@ def tracked(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _all_with_tangents(tensors: Sequence[Tensor], follow: Sequence[bool]) -> Sequence[Tensor]:
-    """Return the tensors; if one has a tangent, all other tracked ones get a tangent of zeros.
-
-    If a function returns a view of an input that has no tangent, and its jvp returns a tangent for
-    it, autograd drops the tangents of all later results.
-    """
+    """Return the tensors; if one has a tangent, all other tracked ones get a tangent of zeros."""
+    # If a function returns a view of an input that has no tangent, and its jvp returns a tangent
+    # for it, autograd drops the tangents of all later results.
     if forward_ad._current_level < 0:
         return tensors
     tangents = [_tangent(t) for t in tensors]
@@ -326,21 +320,14 @@ def broadcast_lists(
     *,
     zeros: bool = False,
 ) -> list[list[Tensor]]:
-    """Return every tensor for each device. Adjoint: the sum over the devices.
-
-    Args:
-        tensors: Tensors on one device.
-        devices: List of devices.
-        buffer_size: Number of bytes after which a buffer is closed.
-        zeros: True to give zero gradients to tensors that no replica used, if others have
-            gradients.
-    """
+    """Return every tensor for each device. Adjoint: the sum over the devices."""
     follow = tracked(tensors)
     if not any(follow):
         return copies_coalesced(tensors, devices, buffer_size)
     tensors = _all_with_tangents(tensors, follow)
     n, home = len(tensors), tensors[0].device
     own = own_place(home, devices)
+    # With `zeros`, tensors that no replica used get zero gradients, if others have gradients.
     like = [(t.shape, t.dtype) for t in tensors] if zeros else []
 
     def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -85,16 +85,10 @@ def copies_coalesced(
     devices: Sequence[torch.device],
     buffer_size: int,
 ) -> list[list[Tensor]]:
-    """Return the tensors for each device: themselves for their own device's first entry, or copies.
-
-    Tensors of one dtype share buffers. A buffer is filled once, on the tensors' device. If the list
-    has a further entry for that device, this first buffer is already the storage of its copies.
-
-    Args:
-        tensors: Tensors on one device.
-        devices: List of devices.
-        buffer_size: Number of bytes after which a buffer is closed.
-    """
+    """Return the tensors for each device: copies, or themselves for their device's first entry."""
+    # Tensors of one dtype share buffers. A buffer is filled once, on the tensors' device. If the
+    # list has a further entry for that device, this first buffer is already the storage of its
+    # copies.
     own = own_place(tensors[0].device, devices) if tensors else None
     others = [place for place in range(len(devices)) if place != own]
     replicas: list[list[Tensor]] = [list(tensors) for _ in devices]
@@ -142,17 +136,10 @@ def _copy_stream(device: torch.device) -> torch.Stream:
 
 
 def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> None:
-    """Copy a CPU tensor into an accelerator's tensor, on a side stream.
-
-    The copy waits for work queued on the device's current stream, and work queued there afterwards
-    waits for the copy. From pinned memory, the call returns before the copy is complete: do not
-    write to the source until the device has been synchronized.
-
-    Args:
-        source: Tensor on the CPU.
-        target: Tensor on an accelerator, which is overwritten.
-        stream: Side stream of the target's device; a shared one if None.
-    """
+    """Copy a CPU tensor into an accelerator's tensor, on a side stream, by default a shared one."""
+    # The copy waits for work queued on the device's current stream, and work queued there
+    # afterwards waits for the copy. From pinned memory, the call returns before the copy is
+    # complete: do not write to the source until the device has been synchronized.
     side = stream or _copy_stream(target.device)
     current = torch.accelerator.current_stream(target.device)
     side.wait_stream(current)
@@ -168,10 +155,8 @@ def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> No
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """Split a tensor into consecutive views along `dim`.
-
-    Unlike those of torch.split, the views may be written to while gradients are recorded.
-    """
+    """Split a tensor into consecutive views along `dim`."""
+    # Unlike those of torch.split, the views may be written to while gradients are recorded.
     ends = itertools.accumulate(sizes)
     return [tensor.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True)]
 
@@ -242,10 +227,7 @@ def _pieces(result: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
 
 
 def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Sum two or more strided tensors in index order, into another tensor.
-
-    Inputs on other devices are copied one piece at a time.
-    """
+    """Sum two or more strided tensors in index order; copy those of other devices in pieces."""
     for piece, first, second, *rest in _pieces(result, inputs):
         device = piece.device
         torch.add(local(first, device), local(second, device), out=piece)
@@ -270,16 +252,7 @@ def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
 def summed_coalesced(
     replicas: Sequence[Sequence[Tensor]], device: torch.device, buffer_size: int
 ) -> list[Tensor]:
-    """Return, for each position, the sum over the replicas; dense results share buffers.
-
-    The sum at a position is sparse if the tensors of all replicas are sparse, and dense if only
-    some are.
-
-    Args:
-        replicas: List of k lists of n tensors.
-        device: Device of the sums.
-        buffer_size: Number of bytes after which a buffer is closed.
-    """
+    """Return, for each position, the sum over the replicas; dense results share buffers."""
     if len(replicas) == 1:
         return [local(t, device) for t in replicas[0]]
     positions = list(zip(*replicas, strict=True))

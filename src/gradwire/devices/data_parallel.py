@@ -131,11 +131,7 @@ BufferPolicy: TypeAlias = Literal["first", "mean"]
 
 
 class _BufferTracker:
-    """Records the buffers passed to the replicas, and applies the policy after the forward.
-
-    Version counters do not show all writes: batch norm updates its statistics without incrementing
-    them. A module may also assign a new tensor to a buffer, instead of writing into the old one.
-    """
+    """Records the buffers passed to the replicas, and applies the policy after the forward."""
 
     def __init__(self, module: Module, policy: BufferPolicy, first: Module) -> None:
         self.before: dict[str, Tensor] = {}
@@ -149,6 +145,9 @@ class _BufferTracker:
                     # one copy for all names of a buffer, so that they continue to share memory
                     copy = copied.setdefault(id(given), self.before[name].clone())
                     _assign(first, name, copy)
+        # Version counters do not show all writes: batch norm updates its statistics without
+        # incrementing them. A module may also assign a new tensor to a buffer, instead of writing
+        # into the old one.
         self.given = dict(_buffers(first))
 
     @torch.no_grad()
@@ -181,10 +180,8 @@ def _assign(module: Module, name: str, value: Tensor | None) -> None:
 
 
 def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) -> Tensor:
-    """Return the previous value plus the mean of the replicas' changes.
-
-    Half precision is summed in float32, which has the precision and range for the sum.
-    """
+    """Return the previous value plus the mean of the replicas' changes."""
+    # Half precision is summed in float32, which has the precision and range for the sum.
     half = before.is_floating_point() and before.dtype.itemsize < 4
     start = before.float() if half else before
     change = torch.zeros_like(start)
@@ -265,11 +262,7 @@ def parallel_apply(
 
 @run_as_written  # compiled code would contain the answer from the time of compilation
 def refuse_in_transforms(what: str) -> None:
-    """Raise for several replicas inside a transform, which their threads would not inherit.
-
-    Raises:
-        NotSupportedError: A `torch.func` transform is active.
-    """
+    """Raise for several replicas inside a transform, which their threads would not inherit."""
     if torch._C._are_functorch_transforms_active():
         raise NotSupportedError(
             f"{what} inside torch.func transforms, which apply to one thread only: apply the "

@@ -24,21 +24,7 @@ Device: TypeAlias = torch.device | str | int
 
 
 def as_device(device: Device, name: str) -> torch.device:
-    """Return the device that an argument specifies, with its index.
-
-    Args:
-        device: A torch.device, its string, or an accelerator's index ≥ 0. Without an index, the
-            current accelerator. The CPU has no index.
-        name: Name of the argument, for error messages.
-
-    Raises:
-        ArgumentTypeError: The type is not that of a device.
-        ArgumentError: The index is negative, or the device is unknown or does not exist.
-
-    Example:
-        >>> as_device("cpu:1", "destination")
-        device(type='cpu')
-    """
+    """Return the device that an argument specifies, with its index; the CPU has no index."""
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise ArgumentTypeError(
             f"{name} is {device!r}, a {type(device).__name__}: give a torch.device, its string or "
@@ -70,12 +56,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
-    """Return the devices of a list, which must not be empty; errors name the entry.
-
-    Example:
-        >>> as_devices(["cpu"] * 2)
-        (device(type='cpu'), device(type='cpu'))
-    """
+    """Return the devices of a list, which must not be empty; errors name the entry."""
     if isinstance(devices, str | torch.device | int):
         raise ArgumentTypeError(f"devices is {devices!r}: give a list of devices, [{devices!r}]")
     found = tuple(as_device(device, f"devices[{i}]") for i, device in enumerate(devices))
@@ -105,12 +86,7 @@ def default_devices() -> tuple[torch.device, ...]:
 
 
 def own_place(home: torch.device, devices: Sequence[torch.device]) -> int | None:
-    """Return the index in `devices` at which a tensor on `home` already is, or None.
-
-    Example:
-        >>> own_place(torch.device("cpu"), as_devices(["meta", "cpu", "cpu"]))
-        1
-    """
+    """Return the index in `devices` at which a tensor on `home` already is, or None."""
     return devices.index(home) if home in devices else None
 
 
@@ -255,14 +231,11 @@ def check_apart(
     write_names: Sequence[str],
     read_names: Sequence[str],
 ) -> None:
-    """Raise if copying each source into its result would overwrite another result or source.
-
-    A result may have the memory of its own source. Results with the same name are parts of one
-    tensor.
-    """
+    """Raise if copying each source into its result would overwrite another result or source."""
     for i, write in enumerate(writes):
         check_writable(write, write_names[i])
         for j in range(i):
+            # Results with the same name are parts of one tensor.
             # parts of one tensor are disjoint; comparing columns element by element would be slow
             if write_names[i] != write_names[j] and share_memory(write, writes[j]):
                 raise ArgumentError(

@@ -261,11 +261,7 @@ def gather_nested(outputs: Sequence[Any], destination: Device, dim: int = 0) -> 
 
 
 def _flatten(value: Any) -> OneLevel | None:
-    """Flatten by one level.
-
-    Raises:
-        NotSupportedError: A PackedSequence.
-    """
+    """Flatten by one level; refuse a PackedSequence."""
     if isinstance(value, PackedSequence):
         raise NotSupportedError(
             "a PackedSequence cannot be split along the batch: pad it, and pack inside the module"
