@@ -62,11 +62,7 @@ _BETWEEN_COLLECTIVES = ("call", "exit")
 
 
 class BlackBox:
-    """Writer of this rank's dumps.
-
-    Args:
-        directory: Directory of the dumps; created if missing.
-    """
+    """Writer of this rank's dumps."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         # absolute: the program may change its directory
@@ -121,12 +117,7 @@ class BlackBox:
         os.write(self._pipe[1], b"\0")  # the thread closes both
 
     def write(self, reason: str, *, first: bool = False) -> Path | None:
-        """Write this rank's dump and return its path; None without a rank, or in a fork.
-
-        Args:
-            reason: Reason for the dump.
-            first: Also keep it as the dump of the rank's first failure, if it has none yet.
-        """
+        """Write this rank's dump and return its path; None without a rank, or in a fork."""
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
             return None
@@ -141,6 +132,7 @@ class BlackBox:
             path = self.directory / f"{PREFIX}{rank}"
             # unique even if processes in different containers have the same PID
             content = pickle.dumps(record, protocol=2)
+            # `first`: also kept as the dump of the rank's first failure, if it has none yet
             targets = [self.directory / f"{FIRST}{rank}"] if first and not self._has_first else []
             self._has_first |= first
             for target in (*targets, path):

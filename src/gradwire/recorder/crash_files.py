@@ -40,13 +40,7 @@ if _LIBC is not None:
 
 
 class CrashFiles:
-    """Files of this process in a directory: its ring file, crashes in C, and stacks on request.
-
-    Attributes:
-        silences: Times in which no Python code ran: begin, end (wall clock, ns) and CPU time (ns).
-        collections: Long garbage collections, once `start` was called.
-        stacks: File that faulthandler writes stacks to on a signal; None if it does not.
-    """
+    """Files of this process in a directory: its ring file, crashes in C, and stacks on request."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -55,10 +49,13 @@ class CrashFiles:
         self._crashes: TextIO | None = None
         self._delays_aborts = False
         self._stacks: TextIO | None = None
+        # times in which no Python code ran: begin, end (wall clock, ns) and CPU time (ns)
         self.silences: list[tuple[int, int, int]] = []
+        # long garbage collections, once `start` was called
         self.collections: Collections | None = None
         self._last_beat = (0, 0)
         self._file: RingFile | None = None
+        # file that faulthandler writes stacks to on a signal; None if it does not
         self.stacks: Path | None = None
 
     def start(self) -> None:
@@ -178,20 +175,15 @@ def _main_stack() -> list[Line]:
 
 
 class ExitNotes:
-    """Listener for `sys.exit` and `os._exit` of this process.
-
-    Args:
-        before_leaving: Function called before `os._exit`, which runs no exit handlers.
-
-    Attributes:
-        last: Last call: keys "how", "code", "text" and "lines"; or None. The program may have
-            caught the `SystemExit`.
-        ended: True once Python's exit handlers have run.
-    """
+    """Listener for `sys.exit` and `os._exit` of this process."""
 
     def __init__(self, before_leaving: Callable[[], None]) -> None:
+        # last call, with keys "how", "code", "text" and "lines"; the program may have caught the
+        # `SystemExit`
         self.last: dict[str, Any] | None = None
+        # True once Python's exit handlers have run
         self.ended = False
+        # called before `os._exit`, which runs no exit handlers
         self._before_leaving = before_leaving
         self._pid = os.getpid()
         self._theirs: tuple[Any, Any] | None = None

@@ -54,18 +54,11 @@ def record_error(
     kind: str = "error",
     group: ProcessGroup | None = None,
 ) -> None:
-    """Record an error; never raises.
-
-    An error that is passed several times is recorded once, and once more if it ends the process.
-
-    Args:
-        error: Error to record.
-        entry: Collective that failed with it.
-        kind: "uncaught" if the error ends the process.
-        group: Group in which ranks disagree, if there is no entry.
-    """
+    """Record an error, of a collective or of ranks that disagree in `group`; never raise."""
     if entry is not None:
         entry[ERROR] = f"{type(error).__name__}: {error}"
+    # an error that is passed several times is recorded once, and once more if it ends the process:
+    # then `kind` is "uncaught"
     if vars(error).get(_NOTED) == kind:
         return
     vars(error)[_NOTED] = kind
@@ -135,16 +128,14 @@ def trace_of(error: BaseException) -> list[Location]:
 
 
 def came_from_waiting(error: BaseException) -> bool:
-    """Return True if C code raised the error in a call that may wait for other ranks.
-
-    False for errors from backward, where the origin cannot be decided.
-    """
+    """Return True if C code raised the error in a call that may wait for other ranks."""
     trace = trace_of(error)
     if not trace or isinstance(error, _OF_ARGUMENTS) or raised_in_python(error):
         return False
     code, instruction = trace[-1]
     if is_users(code.co_filename):
         return not _WAITS.isdisjoint(_names_on_line(code, instruction))
+    # False for errors from backward, where the origin cannot be decided
     return code.co_filename.startswith(_COMMUNICATION)
 
 
@@ -155,22 +146,17 @@ def raised_in_python(error: BaseException) -> bool:
 
 
 def came_from_loading(error: BaseException) -> bool:
-    """Return True if a data loader raised the error.
-
-    When a worker has died, a signal handler raises it wherever the main thread is, even in a
-    collective.
-    """
+    """Return True if a data loader raised the error."""
+    # when a worker has died, a signal handler raises it wherever the main thread is, even in a
+    # collective
     trace = trace_of(error)
     return bool(trace) and trace[-1][0].co_filename.startswith(_LOADING)
 
 
 def called_by_user(locations: Sequence[Location]) -> str:
-    """Return the torch.distributed function that the user's innermost line called; "" if none.
-
-    Args:
-        locations: Frames, innermost first.
-    """
+    """Return the torch.distributed function that the user's innermost line called; "" if none."""
     called = ""
+    # innermost frame first
     for code, _ in locations:
         if is_users(code.co_filename):
             return called

@@ -34,35 +34,31 @@ MAX_BYTES = 1 << 28
 
 @dataclass
 class ErrorRecord:
-    """Error of a rank.
+    """Error of a rank."""
 
-    Attributes:
-        kind: "error", or "uncaught" if the error ends the process.
-        type, message: Type name and message of the error.
-        parameters: Model parameters that the error names.
-        time: Time of the error in ns: on CLOCK_MONOTONIC in dumps, of the wall clock when read.
-        lines: Stack of the error, the user's own code first.
-        chain: Type names of its causes and contexts.
-        waited: True if the error, or one of the chain, was raised by a call that waits for ranks.
-        call: Function of torch.distributed that the user's line called; "" if none.
-        values: Value of each rank, by rank, if ranks disagree.
-        own: True if the error was raised by code that never waits for other ranks.
-        raised: True if a `raise` statement of Python raised the error, and each of its chain.
-        reported: Ranks that reported an error to this one, if the error says so.
-    """
-
+    # "error", or "uncaught" if the error ends the process
     kind: str
     type: str
     message: str
+    # model parameters that the error names
     parameters: list[str]
+    # in ns: on CLOCK_MONOTONIC in dumps, of the wall clock when read
     time: int
+    # stack of the error, the user's own code first
     lines: list[Line]
+    # type names of its causes and contexts
     chain: list[str] = field(default_factory=list)
+    # the error, or one of the chain, was raised by a call that waits for ranks
     waited: bool = False
+    # function of torch.distributed that the user's line called; "" if none
     call: str = ""
+    # value of each rank, if ranks disagree
     values: dict[int, str] = field(default_factory=dict)
+    # raised by code that never waits for other ranks
     own: bool = False
+    # a `raise` statement of Python raised the error, and each of its chain
     raised: bool = False
+    # ranks that reported an error to this one, if the error says so
     reported: list[int] = field(default_factory=list)
 
     def text(self, length: int = 600) -> str:
@@ -126,18 +122,12 @@ SIZE = _FIRST + _SLOTS * _SLOT.size
 
 
 class RingFile:
-    """Mapped file of this process's last calls.
-
-    The kernel keeps its contents however the process ends: by SIGKILL, by a crash in C, or while C
-    code holds the GIL. A thread also notes, a few times per second, that Python runs, the counts of
-    the groups, and the main thread's line.
-
-    Attributes:
-        integers: The file as 64-bit integers, of which `begin` returns the index of an end. Writing
-            these one by one is faster than packing a slot.
-    """
+    """Mapped file of this process's last calls; the kernel keeps it however the process ends."""
 
     def __init__(self, path: Path) -> None:
+        # The process may end by SIGKILL, by a crash in C, or while C code holds the GIL. A thread
+        # also notes, a few times per second, that Python runs, the counts of the groups, and the
+        # main thread's line.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, SIZE)
@@ -152,6 +142,7 @@ class RingFile:
         self._kept: list[CodeType] = []  # code objects, whose IDs must not be reused
         wall = time.time_ns() - time.perf_counter_ns()
         _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), wall, 0, 0, 0)
+        # 64-bit integers: writing these one by one is faster than packing a slot
         self.integers = memoryview(self._map).cast("q")
 
     def begin(self, number: int, op: str, code: CodeType, instruction: int, at: int) -> int:
@@ -196,12 +187,7 @@ class RingFile:
 
 
 def read_ring(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a ring file; None if it is not one.
-
-    Returns:
-        Keys "pid", "beat" (wall-clock time in ns), "state", and "calls", a list of dicts with keys
-        "op", "line", "number", "begin" and "end" (0 if open).
-    """
+    """Return the contents of a ring file; None if it is not one."""
     try:
         data = path.read_bytes()
         magic, pid, wall, count, beat, used = _HEADER.unpack_from(data)
@@ -222,4 +208,5 @@ def read_ring(path: Path) -> dict[str, Any] | None:
         if text in texts:
             times = {"begin": begin + wall, "end": end + wall if end else 0}
             calls.append(texts[text] | {"number": number} | times)
+    # "beat" is wall-clock time in ns; the "end" of an open call is 0
     return {"pid": pid, "beat": beat, "state": state, "calls": calls}

@@ -47,13 +47,11 @@ _DTYPES = {
 
 
 def await_gloos_ends(timeout: float = 0.2) -> None:
-    """Wait up to `timeout` seconds until Gloo has recorded the ends of completed collectives.
+    """Wait up to `timeout` seconds until Gloo has recorded the ends of completed collectives."""
 
-    Gloo's threads record an end after `wait()` has returned, up to 10 ms later on busy cores.
-    Without this wait, a rank that just left a collective would appear to be in it. Collectives
-    without an end after the timeout count as running.
-    """
-
+    # Gloo's threads record an end after `wait()` has returned, up to 10 ms later on busy cores.
+    # Without this wait, a rank that just left a collective would appear to be in it. Collectives
+    # without an end after the timeout count as running.
     def all_ended() -> bool:
         return all(
             entry["retired"] or not entry["profiling_name"].startswith("gloo:")
@@ -171,18 +169,14 @@ def _sizes(shapes: Shapes) -> list[list[int]]:
 
 
 def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Record]:
-    """Return the entries of Gloo and NCCL for known groups.
-
-    Args:
-        groups: Known groups, by name.
-        on_shm: Names of groups in which shm replaces Gloo. Gloo's entries for these names belong
-            to an earlier job.
-    """
+    """Return the entries of Gloo and NCCL for known groups, given by name."""
     found: dict[str, list[Record]] = {name: [] for name in groups}
     for data in torchs_flight_records():
         for entry in loads(data).get("entries", ()):
             name, is_gloos = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
             of_group = found.get(name)
+            # shm replaces Gloo in the groups `on_shm`: Gloo's entries for these names belong to an
+            # earlier job
             if of_group is None or (is_gloos and name in on_shm):
                 continue
             number = entry["collective_seq_id"]
@@ -204,12 +198,10 @@ def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Reco
 
 
 def _of_this_job(entries: list[Record], count: int | None) -> list[Record]:
-    """Return the last `count` entries, which belong to the current group of this name.
-
-    Torch keeps the entries of earlier groups of the same name, whose numbers also began at 1.
-    """
+    """Return the last `count` entries, which belong to the current group of this name."""
     if count is None:
         return entries
+    # torch keeps the entries of earlier groups of the same name, whose numbers also began at 1
     found: list[Record] = []
     for entry in reversed(entries):
         number = entry["collective_seq_id"]

@@ -23,31 +23,25 @@ _at_end: list[Callable[[], None]] = []
 
 
 class GroupInfo:
-    """Group of torch.distributed.
-
-    Attributes:
-        name, desc: Name and description in torch.distributed.
-        ranks: Global ranks, in the order of their ranks in the group.
-        reference: Weak reference to the group, since names are reused.
-        world: Weak reference to the default group at that time; None if there was none.
-    """
+    """Group of torch.distributed."""
 
     def __init__(self, name: str, desc: str, ranks: list[int], group: Any) -> None:
+        # `ranks`: global ranks, in the order of their ranks in the group
         self.name, self.desc, self.ranks = name, desc, ranks
+        # weak reference, since names are reused
         self.reference = reference_to(group)
+        # the default group at that time; None if there was none
         world = dist.group.WORLD
         self.world = None if world is None else weakref.ref(world)
 
     def count(self) -> int | None:
-        """Return the number of collectives that torch has recorded on this group.
-
-        None if the group was deleted, does not count, or has several backends with own counts.
-        """
+        """Return the number of collectives that torch recorded on this group; None if unknown."""
         group = self.reference()
         if group is None:
             return None
         with contextlib.suppress(RuntimeError):
             if type(group) is ProcessGroup:  # not an shm group
+                # each backend has its own count
                 several = len({group._get_backend(d) for d in group._device_types}) > 1
                 return None if several else _sequence_number(group)
             return 0
@@ -66,19 +60,14 @@ def reference_to(group: Any) -> weakref.ref[Any]:
 
 
 class RecordedGroup:
-    """Group of a backend, whose name is looked up once torch.distributed has registered it.
-
-    Args:
-        backend: Backend, or a process group written in Python.
-
-    Attributes:
-        named: True if the name is known or is no longer looked up.
-    """
+    """Group of a backend, whose name is looked up once torch.distributed has registered it."""
 
     def __init__(self, backend: object) -> None:
+        # a backend, or a process group written in Python
         self._backend = weakref.ref(backend)
         self._info: GroupInfo | None = None
         self._tries = 0
+        # True if the name is known or is no longer looked up
         self.named = False
 
     def find_name(self) -> GroupInfo | None:
@@ -110,10 +99,8 @@ def info_of(group: ProcessGroup | None) -> GroupInfo | None:
 
 
 def in_this_world(info: GroupInfo) -> bool:
-    """Return True if a group belongs to the current default group, not to an earlier job.
-
-    Without a default group, return True, so that a dump shows the last job.
-    """
+    """Return True if a group belongs to the current default group, not to an earlier job."""
+    # without a default group, True: a dump then shows the last job
     return not dist.is_initialized() or info.world is None or info.world() is dist.group.WORLD
 
 

@@ -38,16 +38,11 @@ _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def describe(pid: int) -> dict[str, Any]:
-    """Return what a process's main thread is in.
-
-    Returns:
-        Keys "state" (a letter of ps), "wait channel", and where known "call", "file", "holder" (PID
-        of the process that holds the file lock that it waits for), "child" (PID it waits for) and
-        "full pipe" (True if it writes to a pipe that is full).
-    """
+    """Return what a process's main thread is in."""
     task = _PROC / str(pid) / "task" / str(pid)
     found: dict[str, Any] = {"pid": pid}
     with contextlib.suppress(OSError, IndexError):
+        # a letter of ps
         found["state"] = (task / "stat").read_text().rpartition(")")[2].split()[0]
     with contextlib.suppress(OSError):
         found["wait channel"] = (task / "wchan").read_text().strip("0\n")
@@ -57,6 +52,9 @@ def describe(pid: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, IndexError):
         number, *arguments = (int(field, 0) for field in (task / "syscall").read_text().split()[:7])
         call = _CALLS.get(platform.machine(), {}).get(number, "")
+        # further keys: "file", "holder" (PID of the process that holds the file lock that it waits
+        # for), "child" (PID it waits for) and "full pipe" (True if it writes to a pipe that is
+        # full)
         if call and not (call == "fcntl" and arguments[1] not in _WAITS_FOR_LOCK):
             found["call"] = call
             found |= _details(pid, call, arguments)
@@ -101,11 +99,9 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def ask_for_stacks(pid: int, file: Path, seconds: float = 0.1) -> str:
-    """Have a process write its stacks to the file that its faulthandler has; return the new text.
-
-    Children that a rank has forked inherit the handler and its file.
-    """
-    # nothing is sent to a process without a handler, which the signal would end
+    """Have a process write its stacks to its faulthandler's file; return the new text."""
+    # Children that a rank has forked inherit the handler and its file. Nothing is sent to a process
+    # without a handler, which the signal would end.
     if STACKS_SIGNAL is None or not _catches(pid, STACKS_SIGNAL):
         return ""
     with contextlib.suppress(OSError):
@@ -125,12 +121,7 @@ def ask_for_stacks(pid: int, file: Path, seconds: float = 0.1) -> str:
 
 
 def family(pid: int, stacks: Path | None) -> dict[str, Any]:
-    """Return what a process and its children are in, with the stacks of children in Python.
-
-    Args:
-        pid: Process.
-        stacks: File that faulthandler of this process and of its forks writes to.
-    """
+    """Return what a process and its children are in, with the stacks of children in Python."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():
@@ -139,6 +130,7 @@ def family(pid: int, stacks: Path | None) -> dict[str, Any]:
     described = []
     for child in children[:_MOST_CHILDREN]:
         described.append(describe(child))
+        # faulthandler of this process and of its forks writes to this file
         if stacks is not None:
             described[-1]["stack"] = ask_for_stacks(child, stacks)
     return describe(pid) | {"children": described}
@@ -149,20 +141,16 @@ def family(pid: int, stacks: Path | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Process:
-    """Process of a rank.
-
-    Attributes:
-        rank: Rank of the process.
-        pid, started: Process ID and start time, since IDs are reused.
-        host, namespace: Host and PID namespace in which the ID is valid.
-        launch: Variables of the launcher: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
-    """
+    """Process of a rank."""
 
     rank: int
     pid: int
+    # start time, since process IDs are reused
     started: int
+    # host and PID namespace in which the ID is valid
     host: str
     namespace: str
+    # variables of the launcher: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     launch: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -202,14 +190,8 @@ def modified(path: Path) -> int:
 
 
 def ask_silent_ranks(directory: Path, asked: int) -> None:
-    """Write what ranks of this host are in that run, and have not answered a request.
-
-    Their stacks go to `stacks-<rank>.txt`, and the kernel's view to `kernel-<rank>.json`.
-
-    Args:
-        directory: Directory of the dumps.
-        asked: Time of the request, in ns of the wall clock.
-    """
+    """Write what ranks of this host are in that run, and have not answered a request."""
+    # `asked`: time of the request, in ns of the wall clock
     for process, state in _silent(directory, asked):
         stacks = directory / f"stacks-{process.rank}.txt"
         if modified(stacks) < asked and not state.startswith("stopped"):
@@ -220,11 +202,9 @@ def ask_silent_ranks(directory: Path, asked: int) -> None:
 
 
 def await_answers(directory: Path, asked: int, seconds: float = 1.0) -> None:
-    """Wait a limited time until the running ranks of this host have written their dumps.
-
-    A launcher ends the other ranks when the first one ends, so that one stays until they have
-    answered. Ranks that do not are asked by a signal.
-    """
+    """Wait a limited time until the running ranks of this host have written their dumps."""
+    # A launcher ends the other ranks when the first one ends, so that one stays until they have
+    # answered. Ranks that do not are asked by a signal.
     end = time.monotonic() + seconds
     while time.monotonic() < end and _silent(directory, asked):
         time.sleep(0.02)

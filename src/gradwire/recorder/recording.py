@@ -66,51 +66,43 @@ It is a list because creating one takes 1 µs, where an object takes 3. Its fiel
 
 @dataclass(slots=True, eq=False)
 class BucketRecord:
-    """Bucket of a backward pass, which no backend knows.
-
-    Attributes:
-        group: Weak reference to the group.
-        step: Number of the backward pass, counted by the reducer.
-        index: Index of the bucket in launch order.
-        names: Names of its parameters.
-        nbytes: Number of bytes sent; 0 if sparse.
-        first, last: Numbers of its first and last collective; `last < first` if it sent none.
-        ready, packed, sent: Times when all gradients were ready, when they were packed, and when
-            the collective was enqueued.
-        waited, done: Times when this rank began to wait for it, and when it was reduced.
-    """
+    """Bucket of a backward pass, which no backend knows."""
 
     group: weakref.ref[ProcessGroup]
+    # number of the backward pass, counted by the reducer
     step: int
+    # in launch order
     index: int
+    # names of its parameters
     names: Sequence[str]
+    # bytes sent; 0 if sparse
     nbytes: int = 0
+    # numbers of its first and last collective; `last < first` if it sent none
     first: int = 0
     last: int = -1
+    # times when all gradients were ready, when they were packed, and when the collective was
+    # enqueued
     ready: int = field(default_factory=perf_counter_ns)
     packed: int = 0
     sent: int = 0
+    # times when this rank began to wait for it, and when it was reduced
     waited: int = 0
     done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Times of a reduced backward pass.
+    """Times of a reduced backward pass."""
 
-    Attributes:
-        step: Number of the backward pass, counted by the reducer.
-        forward, backward: Start times.
-        computed: Time when the last gradient was ready.
-        reduced: Time when all gradients were reduced.
-        cpu: CPU time that the process, with all its threads, had used by then.
-    """
-
+    # number of the backward pass, counted by the reducer
     step: int
+    # start times
     forward: int
     backward: int
+    # when the last gradient was ready, and when all gradients were reduced
     computed: int
     reduced: int
+    # CPU time that the process, with all its threads, had used by then
     cpu: int = 0
 
 
@@ -143,25 +135,21 @@ class Collections:
 
 
 class Ring:
-    """Recorder of the last collectives of a process.
-
-    Attributes:
-        on: True if collectives are recorded; False to measure the cost of recording.
-        recorded: Total number of entries.
-        ends: End times of collectives on backends that record themselves without end times, as
-            tuples of group reference, number and time.
-        listener: Function called with each entry and bucket as it begins, and with each step; see
-            `timeline`.
-        file: File that calls are also written to, which outlives a crash; None without a directory.
-    """
+    """Recorder of the last collectives of a process."""
 
     def __init__(self) -> None:
+        # False to measure the cost of recording
         self.on = True
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
         self.buckets: deque[BucketRecord] = deque(maxlen=LENGTH)
+        # of collectives on backends that record themselves without end times: group, number and
+        # time
         self.ends: deque[tuple[weakref.ref[ProcessGroup], int, int]] = deque(maxlen=LENGTH)
+        # called with each entry and bucket as it begins, and with each step; see `timeline`
         self.listener: Callable[[Any], None] | None = None
+        # total number of entries
         self.recorded = 0
+        # also gets the calls, and outlives a crash; None without a directory
         self.file: RingFile | None = None
 
     def begin(
@@ -196,15 +184,10 @@ class Ring:
         return entry
 
     def begin_again(self, like: Entry, number: int, call: str) -> Entry | None:
-        """Record a collective that differs from an earlier one only in number, line and times.
-
-        Args:
-            like: Copy of the earlier entry from its beginning.
-            number: Number of this collective.
-            call: Name of the call for `caller`.
-        """
+        """Record a collective that differs from an earlier one only in number, line and times."""
         if not self.on:
             return None
+        # `like` is a copy of the earlier entry from its beginning
         entry = like.copy()
         entry[NUMBER], entry[SLOT] = number, None
         entry[CODE], entry[INSTRUCTION] = caller(call, 3)
@@ -277,12 +260,7 @@ def record_start(entry: Entry) -> None:
 
 
 def record_end(entry: Entry, waits: dict[int, int] | None) -> None:
-    """Record that a collective has ended.
-
-    Args:
-        entry: Entry of the collective.
-        waits: Time spent waiting for each rank of the group, in ns.
-    """
+    """Record that a collective has ended, and the ns spent waiting for each rank of the group."""
     entry[ENDED], entry[WAITS] = perf_counter_ns(), waits
     if entry[SLOT] is not None and ring.file is not None:
         ring.file.integers[entry[SLOT]] = entry[ENDED]

@@ -26,31 +26,25 @@ Slice = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of a rank, in ms.
-
-    Attributes:
-        rank: Rank.
-        steps: Number of steps.
-        between, forward, backward, exposed: Median times per step of what precedes forward, such as
-            the optimizer and the data loader, of forward, of backward, and of waiting for
-            communication afterwards.
-        cpu: Median CPU time of all threads per step, from the last step's end to this one's.
-        collected: Sum of the times of garbage collections.
-        waited: Sum of the times that it was in a collective before the last rank came.
-        waited_for: Sum of the times that all others were in collectives before this rank, the last.
-        sent_mb: MB sent in collectives, or in buckets if collectives are not recorded.
-    """
+    """Times of a rank, in ms."""
 
     rank: int
     steps: int
+    # medians per step: of what precedes forward, such as the optimizer and the data loader, of
+    # forward, of backward, and of waiting for communication afterwards
     between: float
     forward: float
     backward: float
     exposed: float
+    # median CPU time of all threads per step, from the last step's end to this one's
     cpu: float
+    # sum of the times of garbage collections
     collected: float
+    # sum of the times that it was in a collective before the last rank came
     waited: float
+    # sum of the times that all others were in collectives before this rank, the last
     waited_for: float
+    # in collectives, or in buckets if collectives are not recorded
     sent_mb: float
 
     @property
@@ -63,19 +57,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Times of a bucket, in ms: medians over all steps and ranks.
+    """Times of a bucket, in ms: medians over all steps and ranks."""
 
-    Attributes:
-        index: Index in launch order.
-        parameters: Names of its parameters.
-        mb: MB sent.
-        packing, in_flight, waiting: Times of packing gradients, from launch to completion, and of
-            waiting at the end of backward.
-    """
-
+    # in launch order
     index: int
     parameters: tuple[str, ...]
+    # MB sent
     mb: float
+    # times of packing gradients, from launch to completion, and of waiting at the end of backward
     packing: float
     in_flight: float
     waiting: float
@@ -83,18 +72,14 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a trace.
-
-    Attributes:
-        ranks: Times of each rank.
-        buckets: Times of each bucket, sorted by waiting time, longest first.
-        clock_error_us: Maximum error between the clocks of ranks.
-        left_out: Number of records beyond the limit, which are missing at the end.
-    """
+    """Summary of a trace."""
 
     ranks: tuple[RankTimes, ...]
+    # sorted by waiting time, longest first
     buckets: tuple[BucketTimes, ...]
+    # maximum error between the clocks of ranks
     clock_error_us: float
+    # number of records beyond the limit, which are missing at the end
     left_out: int = 0
 
     @property
@@ -126,11 +111,7 @@ class Summary:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace of `gradwire.timeline`.
-
-    Raises:
-        ArgumentError: The file is not such a trace.
-    """
+    """Read a trace of `gradwire.timeline`; raise ArgumentError if the file is not one."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ArgumentError(f"{path} is larger than 1 GiB")
@@ -158,11 +139,9 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
 
 
 def _waits(events: Sequence[Slice]) -> list[tuple[int, int, float]]:
-    """Return who waited for whom, and for how long (ms): in each collective, for the last rank.
-
-    A collective waits peer by peer, so that the first one is charged with the lateness of all.
-    Backends that do not record collectives record buckets, whose sending is their arrival.
-    """
+    """Return who waited for whom, and how long (ms): in each collective, for the last rank."""
+    # A collective waits peer by peer, so that the first one is charged with the lateness of all.
+    # Backends that do not record collectives record buckets, whose sending is their arrival.
     arrivals: dict[tuple[Any, ...], dict[int, float]] = {}
     for event in events:
         args, rank = event["args"], event["pid"]
@@ -263,12 +242,7 @@ def kind_of(event: Slice) -> str:
 
 
 def page_of(trace: Mapping[str, Any], title: str) -> str:
-    """Return a trace as an HTML page with verdict, table, legend, zoom, and details on hover.
-
-    Args:
-        trace: Trace from `trace_of`.
-        title: Title of the page.
-    """
+    """Return a trace as an HTML page with verdict, table, legend, zoom, and details on hover."""
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     events = []
     for e in slices:

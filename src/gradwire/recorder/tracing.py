@@ -46,14 +46,10 @@ _MOST = 200_000  # records per rank; later ones are only counted
 
 
 class Recording:
-    """Recording of this rank from now on.
-
-    Args:
-        path: Output file of all ranks.
-    """
+    """Recording of this rank from now on."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path  # output file of all ranks
         self.offset = Offset(0, 0)
         self._records: list[Any] = []
         self._left_out = 0
@@ -325,15 +321,8 @@ def this_clock() -> str:
 def find_offset(
     store: Store, rank: int, size: int, name: str, *, now: Callable[[], int] = perf_counter_ns
 ) -> Offset:
-    """Measure the offset of this rank's clock to rank 0's; all ranks call it.
-
-    Args:
-        store: Store that all ranks reach, used only by this call.
-        rank: Rank of this process.
-        size: Number of ranks.
-        name: Name of this rank's clock; equal names denote the same clock.
-        now: Clock.
-    """
+    """Measure the offset of this rank's clock to rank 0's; all ranks call it."""
+    # the store is used only by this call; equal names denote the same clock
     store.set(f"clock/{rank}", name)
     names = [store.get(f"clock/{other}").decode() for other in range(size)]
     if rank == 0:

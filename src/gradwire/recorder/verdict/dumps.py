@@ -44,35 +44,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Call:
-    """Collective of one rank.
-
-    Attributes:
-        group: Name of the group.
-        number: Number of the collective in the group.
-        op: Name of the operation.
-        sizes, dtypes: Sizes and dtypes of the tensors sent.
-        frame: Line that called it; its "filename" is "" if unknown.
-        done: True if it has ended without an error.
-        created, started, ended: Wall-clock times in ns; 0 if not yet.
-        waits: Time spent waiting for each global rank, in ns.
-        parameters: Parameters of its bucket.
-        step: Number of the reducer's backward pass.
-        error: Error it failed with.
-    """
+    """Collective of one rank."""
 
     group: str
     number: int
     op: str
+    # of the tensors sent
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    # line that called it; its "filename" is "" if unknown
     frame: Frame
+    # True if it has ended without an error
     done: bool
+    # wall-clock times in ns; 0 if not yet
     created: int
     started: int
     ended: int
+    # ns spent waiting for each global rank
     waits: Mapping[int, int]
+    # of its bucket
     parameters: tuple[str, ...]
+    # number of the reducer's backward pass
     step: int | None
+    # error it failed with
     error: str
 
     @property
@@ -117,96 +111,80 @@ class ExitCall:
 
 @dataclass(frozen=True)
 class Crash:
-    """Report of faulthandler about a process that crashed in C.
+    """Report of faulthandler about a process that crashed in C."""
 
-    Attributes:
-        why: Description of the signal.
-        frames: Stack of the thread that crashed, innermost frame first.
-        time: Time of the crash.
-        in_main: True if the main thread crashed, or if it is unknown which thread did.
-        in_python: True if it is known which of Python's threads crashed.
-    """
-
+    # description of the signal
     why: str
+    # of the thread that crashed, innermost first
     frames: list[Frame]
     time: int
+    # True if the main thread crashed, or if it is unknown which thread did
     in_main: bool
+    # True if it is known which of Python's threads crashed
     in_python: bool
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Contents of a rank's ring file, which survives any end of the process.
-
-    Attributes:
-        pid: Process that wrote it.
-        beat: Last time when Python ran in it.
-        counts: Number of collectives of each group at that time.
-        stack: Frames of the main thread at that time, innermost first.
-        calls: Last calls, with keys "number", "op", "line", "begin", "end".
-    """
+    """Contents of a rank's ring file, which survives any end of the process."""
 
     pid: int
+    # last time when Python ran in it; `counts` (collectives of each group) and `stack` (frames of
+    # the main thread, innermost first) are of that time
     beat: int
     counts: Mapping[str, int]
     stack: list[Frame]
+    # with keys "number", "op", "line", "begin", "end"
     calls: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Process that was started as a rank, with the launcher's variables.
+    """Process that was started as a rank, with the launcher's variables."""
 
-    Attributes:
-        rank, pid, host: Rank by the variables, process ID and host.
-        launch: Variables when it began to form a group.
-        was: Variables when it was started, if the program has changed them since.
-    """
-
+    # by the variables
     rank: int
     pid: int
     host: str
+    # variables when it began to form a group
     launch: dict[str, str]
+    # variables when it was started, if the program has changed them since
     was: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class RankDump:
-    """Dump of one rank; attributes that are not described are fields of the dump.
+    """Dump of one rank; attributes without a comment are fields of the dump."""
 
-    Attributes:
-        calls: Collectives by group, in order.
-        events: Errors, in order.
-        stack: Stack of the main thread when the dump was written, innermost frame first.
-        reason: Reason for writing it; "" in dumps of torch's recorder.
-        peers: States of other ranks' processes at that time.
-        peers_alive_ns: Times when other ranks' processes were last seen alive.
-        clock: Name of the clock, equal for ranks whose times are comparable; "" if unknown.
-        exit: Last call of `sys.exit` or `os._exit`; None if there was none.
-        kernel: System call of the main thread and of child processes.
-        pauses: Long garbage collections: begin and duration, in ns.
-        silences: Times in which no Python ran: begin, end, and CPU time used, in ns.
-        ended_ns: Time when its exit handlers ran; 0 if they have not.
-        not_finite: Tensors with NaN or infinity that it was about to send, if that was checked.
-    """
-
+    # reason for writing it; "" in dumps of torch's recorder
     reason: str = ""
+    # states of other ranks' processes at that time
     peers: dict[int, str] = field(default_factory=dict)
     taken_ns: int = 0
+    # times when other ranks' processes were last seen alive
     peers_alive_ns: dict[int, int] = field(default_factory=dict)
+    # name of the clock, equal for ranks whose times are comparable; "" if unknown
     clock: str = ""
+    # last call of `sys.exit` or `os._exit`
     exit: ExitCall | None = None
+    # system call of the main thread and of child processes
     kernel: dict[str, Any] = field(default_factory=dict)
+    # long garbage collections: begin and duration, in ns
     pauses: list[tuple[int, ...]] = field(default_factory=list)
+    # times in which no Python ran: begin, end, and CPU time used, in ns
     silences: list[tuple[int, ...]] = field(default_factory=list)
     host: str = ""
     pid: int = 0
     began_ns: int = 0
+    # time when its exit handlers ran; 0 if they have not
     ended_ns: int = 0
     world_size: int = 0
+    # tensors with NaN or infinity that it was about to send, if that was checked
     not_finite: list[dict[str, Any]] = field(default_factory=list)
     events: list[ErrorRecord] = field(default_factory=list)
+    # of the main thread when the dump was written, innermost frame first
     stack: list[Frame] = field(default_factory=list)
+    # collectives by group, in order
     calls: dict[str, list[Call]] = field(default_factory=dict)
 
     @property
@@ -218,36 +196,28 @@ class RankDump:
 
 @dataclass
 class Dumps:
-    """Contents of a directory of dumps.
-
-    Attributes:
-        ranks: Dumps by rank.
-        groups: Global ranks of each group.
-        world: All ranks of the job.
-        messages: Messages between two ranks, each with the rank that recorded it.
-        exits: Exits of processes, by rank; empty if no launcher noted them.
-        crashes: Crashes in C, by rank.
-        traces: Contents of ring files, by rank.
-        stacks: Stacks of the main threads of ranks that did not answer a request, by rank.
-        kernel: Kernel's view of these ranks' processes, by rank.
-        starts: Processes that were started as ranks.
-        first: Function that reads a rank's dump at the first failure; None if there is none.
-        damaged: Ranks whose dumps cannot be read.
-        earlier: Ranks whose dumps belong to an earlier run; they are not in `ranks`.
-    """
+    """Contents of a directory of dumps; dicts other than `groups` are by rank."""
 
     ranks: dict[int, RankDump]
+    # global ranks of each group, by its name
     groups: dict[str, list[int]]
+    # all ranks of the job
     world: list[int]
+    # messages between two ranks, each with the rank that recorded it
     messages: list[tuple[int, dict[str, Any]]]
+    # exits of processes; empty if no launcher noted them
     exits: dict[int, Exit] = field(default_factory=dict)
     crashes: dict[int, Crash] = field(default_factory=dict)
     traces: dict[int, Trace] = field(default_factory=dict)
+    # main threads' stacks, and the kernel's view, of ranks that did not answer a request
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
     kernel: dict[int, dict[str, Any]] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
+    # reads a rank's dump at the first failure; None if there is none
     first: Callable[[int], RankDump | None] = lambda rank: None
+    # ranks whose dumps cannot be read
     damaged: list[int] = field(default_factory=list)
+    # ranks whose dumps belong to an earlier run; they are not in `ranks`
     earlier: list[int] = field(default_factory=list)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
@@ -267,15 +237,7 @@ class Dumps:
 
 
 def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
-    """Read a directory of dumps.
-
-    Args:
-        directory: Directory to read.
-        prefix: Prefix of file names. Default: the most common one.
-
-    Raises:
-        ArgumentError: The directory does not exist or has no dumps.
-    """
+    """Read a directory of dumps; without a prefix of file names, the most common one counts."""
     if not directory.is_dir():
         raise ArgumentError(
             f"directory is {str(directory)!r}, which is not a directory: pass the one that ranks "
@@ -499,10 +461,8 @@ _INVALID = (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionE
 
 
 def parse_stacks(text: str) -> list[tuple[bool, list[Frame]]]:
-    """Return the stacks in a report of faulthandler: if it is the current thread, and its frames.
-
-    Frames are innermost first; the main thread comes last.
-    """
+    """Return faulthandler's stacks: True for the current thread, and its frames."""
+    # frames are innermost first; the main thread comes last
     parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.M)
     if len(parts) == 1:
         parts = ["", "Current thread", text]

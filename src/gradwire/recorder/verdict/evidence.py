@@ -232,19 +232,15 @@ def _parse(filename: str) -> ast.AST | None:
 
 @dataclass(frozen=True)
 class Gap:
-    """Collective in which some ranks wait and that other ranks have not called.
-
-    Attributes:
-        group, number: Group and number of the collective.
-        calls: Calls, by rank.
-        missing: Ranks that had not called it when they wrote their dumps.
-        silent: Ranks without a dump, or with an earlier one.
-    """
+    """Collective in which some ranks wait and that other ranks have not called."""
 
     group: str
     number: int
+    # by rank
     calls: Mapping[int, Call]
+    # ranks that had not called it when they wrote their dumps
     missing: list[int]
+    # ranks without a dump, or with an earlier one
     silent: list[int]
 
     @property
@@ -255,18 +251,15 @@ class Gap:
 
 @dataclass(frozen=True)
 class Standing:
-    """Call in which a rank waits, or waited until it failed.
+    """Call in which a rank waits, or waited until it failed."""
 
-    Attributes:
-        op: Name of the operation; "" if unknown, such as for the wait of a handle.
-        place: Line of the call, as "file:line".
-        words: Description of the call.
-        peer: Rank whose message it waits for; None for a call of a whole group.
-    """
-
+    # "" if unknown, such as for the wait of a handle
     op: str
+    # line of the call, as "file:line"
     place: str
+    # description of the call
     words: str
+    # rank whose message it waits for; None for a call of a whole group
     peer: int | None = None
 
     @classmethod
@@ -282,11 +275,7 @@ class Standing:
 
 
 class Evidence:
-    """Facts of a directory of dumps; the last call of a rank that failed in it counts as running.
-
-    Attributes:
-        dumps: Dumps.
-    """
+    """Facts of dumps; the last call of a rank that failed in it counts as running."""
 
     def __init__(self, dumps: Dumps) -> None:
         self.dumps = dumps

@@ -28,18 +28,15 @@ from gradwire.recorder.verdict.evidence import (
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule of the verdict.
+    """Rule of the verdict."""
 
-    Attributes:
-        name: Name, shown as `rule` in JSON.
-        find: Function that returns its finding; its docstring says what evidence it needs.
-        confidence: Confidence of the finding, unless it has its own or names no rank.
-        unless: Names of rules whose findings exclude it.
-    """
-
+    # shown as `rule` in JSON
     name: str
+    # returns its finding; its docstring says what evidence it needs
     find: Callable[[Evidence], Finding | None]
+    # of the finding, unless it has its own or names no rank
     confidence: str
+    # names of rules whose findings exclude it
     unless: tuple[str, ...] = ()
 
 

@@ -36,11 +36,9 @@ def find_slow(dumps: Dumps) -> list[Finding]:
 
 
 def _aligned(calls: dict[int, Call]) -> dict[int, Call]:
-    """Shift a collective's times to the first rank's clock, so that it ends at one time everywhere.
-
-    Empty if an end is unknown, or if ends differ between ranks, such as those of a broadcast.
-    """
+    """Shift a collective's times to the first rank's clock: it ends at one time everywhere."""
     first, moved = next(iter(calls.values())), {}
+    # none if an end is unknown, or if ends differ between ranks, such as those of a broadcast
     if first.op not in _TOGETHER or not all(call.ended for call in calls.values()):
         return {}
     for rank, call in calls.items():
