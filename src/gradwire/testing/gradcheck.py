@@ -211,13 +211,7 @@ def _compare_backward(
     *,
     linear: bool = False,
 ) -> list[Tensor]:
-    """Compare what backward gives to each entry of each rank with the change of L.
-
-    That is L at the unit vector if L is linear, else a finite difference.
-
-    Returns:
-        Cotangents, which require grad.
-    """
+    """Compare backward's gradients of all ranks with the change of L; return the cotangents."""
     mine = [(i, [*_real(inputs[i]).shape], inputs[i].is_complex()) for i in _variables(inputs)]
     entries = [
         (rank, number, index, is_complex)
@@ -247,6 +241,7 @@ def _compare_backward(
 
         shares = []
         for entry in entries:
+            # The change is L at the unit vector if L is linear, else a finite difference.
             if linear:
                 found = terms(*entry[:3], 1.0)
             else:
@@ -425,17 +420,14 @@ def _vjp(
     *,
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Return the vector-Jacobian product: gradients of the inputs, then of all other leaves.
-
-    Those of inputs that no output depends on are zeros. Other leaves are differentiated too, as in
-    training: autograd would skip a node that leads to them only, and the other ranks would wait for
-    that node's collective.
-    """
+    """Return the vector-Jacobian product: gradients of the inputs, then of all other leaves."""
     pairs = [(out, y) for out, y in zip(outputs, ys, strict=True) if out.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in xs]
     kept, given = zip(*pairs, strict=True)
     known = {id(x) for x in xs}
+    # Other leaves are differentiated too, as in training: autograd would skip a node that leads to
+    # them only, and the other ranks would wait for that node's collective.
     wanted = [*xs, *(leaf for leaf in _leaves_of(kept) if id(leaf) not in known)]
     gradients = torch.autograd.grad(
         kept, wanted, given, create_graph=create_graph, allow_unused=True, materialize_grads=True

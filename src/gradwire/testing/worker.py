@@ -70,12 +70,7 @@ def send(channel: socket.socket, message: object, *files: int) -> None:
 
 
 def receive(channel: socket.socket, timeout: float | None = None) -> tuple[Any, list[int]]:
-    """Return a message, and descriptors that the caller must close.
-
-    Raises:
-        EOFError: The other process has ended.
-        TimeoutError: Nothing came in time.
-    """
+    """Return a message, and descriptors to close; raise EOFError if the other process ended."""
     channel.settimeout(timeout)
     try:
         data, files, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
@@ -111,14 +106,7 @@ def worker_environment() -> dict[str, str]:
 
 
 class Worker:
-    """One process; its stderr goes to a file without a name, from which errors quote.
-
-    It holds the reading end of a pipe that nobody writes to, its lifeline: however the parent ends,
-    the kernel closes the writing end, and the worker ends too.
-
-    Args:
-        prefix: Beginning of the command that starts it, for a worker on another host.
-    """
+    """One process; its stderr goes to a file without a name, from which errors quote."""
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
         environment = worker_environment()
@@ -128,6 +116,8 @@ class Worker:
             self._log = ours.enter_context(tempfile.TemporaryFile(buffering=0))
             self.channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ours.enter_context(self.channel)
+            # The worker holds the reading end of a pipe that nobody writes to, its lifeline:
+            # however the parent ends, the kernel closes the writing end, and the worker ends too.
             reading, writing = os.pipe()
             ours.callback(os.close, writing)
             with theirs, open(reading, "rb"):
@@ -174,17 +164,15 @@ class Worker:
 
 
 def dump_stacks(workers: Sequence[Worker]) -> list[str]:
-    """Return the stacks of all threads of each worker, after its earlier output to stderr.
-
-    faulthandler writes them from a signal handler, whatever holds the GIL. A dump counts as
-    complete when it has not grown for 0.25 s.
-    """
+    """Return the stacks of all threads of each worker, after its earlier output to stderr."""
     logs = [worker.new_log() for worker in workers]
+    # faulthandler writes them from a signal handler, whatever holds the GIL.
     for worker in workers:
         worker.process.send_signal(signal.SIGUSR1)
     stacks = [""] * len(workers)
     now = time.monotonic()
     deadline, grew = now + 3.0, now
+    # A dump counts as complete when it has not grown for 0.25 s.
     while now < deadline and not (all(stacks) and now > grew + 0.25):
         time.sleep(0.02)
         now = time.monotonic()
@@ -197,16 +185,10 @@ def dump_stacks(workers: Sequence[Worker]) -> list[str]:
 
 
 class Pool:
-    """Idle workers; worker i is rank i of whatever call comes next.
+    """Idle workers; worker i is rank i of whatever call comes next."""
 
-    Args:
-        prefix_of: The prefix of the command that starts a worker, by its number.
-
-    Attributes:
-        ranks: Number of workers on each host, if they are on several.
-        interface: Name of the network interface between these.
-    """
-
+    # Number of workers on each host, if they are on several, and the network interface between
+    # these.
     ranks: tuple[int, ...] = ()
     interface = "lo"
 
@@ -216,11 +198,7 @@ class Pool:
         self._workers: dict[int, Worker] = {}
 
     def take(self, count: int) -> list[Worker]:
-        """Return the first `count` workers, after starting those that are missing.
-
-        Raises:
-            DistributedError: A worker could not be started; the message quotes its stderr.
-        """
+        """Return the first `count` workers, after starting those that are missing."""
         for number, worker in list(self._workers.items()):
             if worker.process.poll() is not None:
                 self._workers.pop(number).end()
@@ -256,10 +234,7 @@ POOL = Pool()
 
 
 def close_pool() -> None:
-    """End the worker processes that `run_ranks` keeps for its next call.
-
-    It happens by itself when the process ends; call it to have the memory back earlier.
-    """
+    """End the worker processes that `run_ranks` keeps for its next call, to free their memory."""
     with POOL.lock:
         POOL.close()
 
@@ -323,12 +298,10 @@ def dumps(value: object) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _importable(name: str, path: tuple[str, ...]) -> bool:
-    """Return True if a new process with this `sys.path` could import a module read from a file.
-
-    Modules that packages create at run time (`torch.ops`, parts of extension modules) have no file;
-    importing their package creates them again.
-    """
+    """Return True if a new process with this `sys.path` could import a module read from a file."""
     made_from = getattr(sys.modules[name], "__spec__", None)
+    # Modules that packages create at run time (`torch.ops`, parts of extension modules) have no
+    # file; importing their package creates them again.
     if made_from is None or not made_from.has_location or name == "__main__":
         return True
     search: Sequence[str] | None = None
@@ -383,12 +356,11 @@ def main(channel_descriptor: int, lifeline: int) -> None:
 
 
 def _unused_number(descriptor: int, earlier: int) -> int:
-    """Move the descriptor to a number that no earlier task's store had, nor any other file will.
-
-    A group that outlives its task (an autograd graph in a reference cycle may hold it) writes to
-    its FileStore when it is deleted, by the path of the descriptor. If another file had this number
-    by then, torch would read that file as a store, without end; it skips a path that is gone.
-    """
+    """Move the descriptor to a number that no earlier store had, nor any other file will have."""
+    # A group that outlives its task (an autograd graph in a reference cycle may hold it) writes to
+    # its FileStore when it is deleted, by the path of the descriptor. If another file had this
+    # number by then, torch would read that file as a store, without end; it skips a path that is
+    # gone.
     soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, soft // 2 + earlier % (soft // 4))
     os.close(descriptor)
