@@ -28,26 +28,23 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """Options of a `Reducer`, as in `DistributedDataParallel`.
+    """Options of a `Reducer`, as in `DistributedDataParallel`."""
 
-    Attributes:
-        caps: Size limits in bytes of the first bucket, the second, …; the last one repeats.
-        skip_unused: If True, nothing is sent for unused buckets.
-        sparse: Names of the parameters whose gradients are sparse.
-        delayed: Names of parameters that are sent together, after all others.
-        manual_finalization: If True, `Reducer.finalize` ends a backward.
-        module: Name of the wrapped module, for messages.
-    """
-
+    # size limits in bytes of the first bucket, the second, …; the last one repeats
     caps: Sequence[int] | None = None
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
+    # nothing is sent for unused buckets
     skip_unused: bool = False
+    # names of the parameters whose gradients are sparse
     sparse: Collection[str] = ()
+    # names of the parameters that are sent together, after all others
     delayed: Collection[str] = ()
     lazy: bool = False
+    # `Reducer.finalize` ends a backward
     manual_finalization: bool = False
+    # name of the wrapped module, for messages
     module: str = "(a reducer)"
 
     @property
@@ -57,10 +54,7 @@ class ReducerOptions:
 
 
 class WeakHook:
-    """Callable that calls a method, with leading arguments, while its object is alive.
-
-    Copies and pickles of it do nothing, so that a copied module does not call the original's hooks.
-    """
+    """Callable that calls a method, with leading arguments, while its object is alive."""
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
@@ -72,6 +66,7 @@ class WeakHook:
         return None if method is None else method(*self._first, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # copies and pickles do nothing: a copied module must not call the original's hooks
         return WeakHook, ()
 
 
@@ -257,11 +252,7 @@ def sparse_names(module: nn.Module) -> set[str]:
 
 
 class ParameterCheck:
-    """Compares a module's parameters with those at construction, after new registrations.
-
-    `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters in
-    one call are ignored.
-    """
+    """Compares a module's parameters with those at construction, after new registrations."""
 
     def __init__(
         self, module: nn.Module, named: Sequence[tuple[str, Parameter]], ignored: Collection[str]
@@ -270,6 +261,8 @@ class ParameterCheck:
         self._known = dict(named)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._modules = {id(child) for child in module.modules()}
+        # `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters
+        # in one call are ignored
         self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
         handles = [
             torch_module.register_module_parameter_registration_hook(WeakHook(self._on_parameter)),

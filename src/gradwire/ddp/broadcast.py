@@ -102,12 +102,10 @@ def broadcast_coalesced(
 def broadcast_values(
     group: ProcessGroup, named: Iterable[tuple[str, Tensor]], *, group_src: int = 0
 ) -> None:
-    """Overwrite a module's tensors on all ranks of a group with the root's values.
-
-    Unlike `broadcast_coalesced`, this accepts expanded tensors, of which each element in memory is
-    sent once; sparse tensors, which take the root's number of entries; and tensors made in
-    inference mode.
-    """
+    """Overwrite a module's tensors on all ranks of a group with the root's values."""
+    # Unlike `broadcast_coalesced`, this accepts expanded tensors, of which each element in memory
+    # is sent once; sparse tensors, which take the root's number of entries; and tensors made in
+    # inference mode.
     named = list(named)
     for name, t in named:
         if t.layout is not torch.strided and t.layout not in SPARSE_LAYOUTS:
@@ -123,14 +121,7 @@ def broadcast_values(
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that hold a tensor's elements, each of them once.
-
-    Example:
-        >>> [part.shape for part in dense_parts(torch.ones(3, 1).expand(3, 5))]
-        [torch.Size([3, 1])]
-        >>> [part.tolist() for part in dense_parts(torch.tensor([0.0, 7.0]).to_sparse())]
-        [[[1]], [7.0]]
-    """
+    """Return dense tensors that hold a tensor's elements, each of them once."""
     if tensor.layout is torch.strided:
         return [distinct(tensor)]
     if tensor.layout is torch.sparse_coo:
@@ -348,16 +339,13 @@ BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
 
 
 class Buffers:
-    """The current buffers of a module, without the ignored ones.
-
-    Attributes:
-        hook: Function that merges the buffers; None if all ranks take rank 0's values.
-        after_forward: True if the hook runs after each training forward instead of before it.
-    """
+    """The current buffers of a module, without the ignored ones."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module, self._ignored = module, ignored
+        # merges the buffers; None if all ranks take rank 0's values
         self.hook: BufferHook | None = None
+        # True if the hook runs after each training forward instead of before it
         self.after_forward = False
         self._seen: dict[str, weakref.ref[Tensor]] = {}
         self._aliased: set[str] = set()
@@ -482,10 +470,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_aliased(buffer: Tensor) -> bool:
-    """Return True if other tensors share the buffer's memory: then it is written in place.
-
-    A view that holds the only reference to its base, such as `torch.ones(1).expand(5)`, does not.
-    """
+    """Return True if other tensors share the buffer's memory: then it is written in place."""
+    # a view that holds the only reference to its base, such as `torch.ones(1).expand(5)`, shares
+    # nothing
     base_held = buffer._is_view() and _base_references(buffer) > _UNSHARED_BASE
     shares = buffer.layout == torch.strided and uses(buffer) > 1 + buffer._is_view()
     return shares or base_held or _holders(buffer) > 1
@@ -501,11 +488,9 @@ with outside_contexts():
 
 
 def _holders(tensor: Tensor) -> int:
-    """Return the number of C++ references to a tensor, including that of its Python object.
-
-    A reference to a view of the tensor counts: a view of a view holds the base.
-    """
+    """Return the number of C++ references to a tensor, including that of its Python object."""
     count = holders(tensor)
+    # a reference to a view of the tensor counts: a view of a view holds the base
     if tensor._is_view():
         # less those of the view itself and of the Python object
         count += holders(tensor._base) - 2  # type: ignore[arg-type]

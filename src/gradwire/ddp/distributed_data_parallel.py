@@ -247,11 +247,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @runs_outside_contexts
     def _before(self, syncing: bool) -> int:
-        """Communicate before a forward, and prepare the backward.
-
-        Returns:
-            Autograd's sequence number when the forward begins.
-        """
+        """Communicate before a forward; return autograd's sequence number at its beginning."""
         reduced, buffers, training = self._reduced, self._buffers_synced, torch.is_grad_enabled()
         uneven = self._uneven if self._join_config.enable else None
         step = None

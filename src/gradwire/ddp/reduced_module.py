@@ -78,22 +78,11 @@ AVERAGES = (None, all_reduce, bf16, fp16)
 
 
 class ReducedModule:
-    """Module with the reducer of its parameters, and the checks before its forwards.
+    """Module with the reducer of its parameters, and the checks before its forwards."""
 
-    `make_reducer` is called once the parameters have their initial values. A copy has a reducer of
-    its own. Process groups are pickled as their names, which all ranks share.
-
-    Args:
-        check_replicas: Argument of `DistributedDataParallel`.
-        agreed: Arguments that must be equal on all ranks, by name.
-
-    Attributes:
-        named: Names and parameters that are not ignored.
-        hook: Communication hook; None for the mean.
-        hook_state: First argument of the hook.
-    """
-
+    # names and parameters that are not ignored
     named: list[tuple[str, Parameter]]
+    # made by `make_reducer`, once the parameters have their initial values; a copy has its own
     reducer: Reducer
 
     def __init__(
@@ -106,7 +95,9 @@ class ReducedModule:
         agreed: Mapping[str, object],
     ) -> None:
         self.module, self.group, self._ignored = module, group, ignored
+        # `agreed` are arguments that must be equal on all ranks, by name
         self._options, self._check_replicas, self._agreed = options, check_replicas, agreed
+        # None for the mean; `hook_state` is its first argument
         self.hook: CommHook | StatefulHook[Any] | None = None
         self.hook_state: Any = None
         self._reword: Reword | None = None
@@ -235,6 +226,7 @@ class ReducedModule:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {n: value for n, value in self.__dict__.items() if n not in NOT_PICKLED}
+        # process groups are pickled as their names, which all ranks share
         groups = {
             "group": self.group,
             "hook_state": self.hook_state,
@@ -292,24 +284,18 @@ def _all_reduce(
 
 
 class UnevenInputs(JoinHook):
-    """One `join()` of a wrapped module: its steps, and the hook of a rank that has joined.
+    """One `join()` of a wrapped module: its steps, and the hook of a rank that has joined."""
 
-    In PyTorch's `Join`, each forward begins with one all_reduce. From it, ranks that have joined
-    learn the next step of the others, and all ranks learn how many are left.
-
-    Args:
-        broadcast_buffers: True if ranks that have joined take the buffers of the others at the end.
-        divide: `divide_by_initial_world_size` of `DistributedDataParallel.join`.
-
-    Attributes:
-        root: Rank whose parameters all ranks have taken at the end; -1 before.
-    """
+    # In PyTorch's `Join`, each forward begins with one all_reduce. From it, ranks that have joined
+    # learn the next step of the others, and all ranks learn how many are left.
 
     def __init__(
         self, reduced: ReducedModule, buffers: Buffers, *, broadcast_buffers: bool, divide: bool
     ) -> None:
         self._reduced, self._buffers = reduced, buffers
+        # `broadcast_buffers`: ranks that have joined take the buffers of the others at the end
         self._broadcast, self._divide_by_initial_world_size = broadcast_buffers, divide
+        # rank whose parameters all ranks have taken at the end; -1 before
         self.root = -1
 
     def next_step(self, own: StepInfo) -> StepInfo:

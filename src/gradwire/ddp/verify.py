@@ -42,12 +42,7 @@ Description = list[tuple[str, str]]
 
 
 def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description:
-    """Return the names of tensors with the properties that must agree.
-
-    Example:
-        >>> describe([("weight", torch.zeros(2, 3))], "parameter")
-        [('weight', 'parameter, torch.float32, shape (2, 3), strides (3, 1), requires_grad=False')]
-    """
+    """Return the names of tensors with the properties that must agree."""
     return [
         (
             name,
@@ -62,11 +57,8 @@ def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description
 def verify_same(
     group: ProcessGroup, own: Description, what: str = "models", remedy: str = MODEL_REMEDY
 ) -> None:
-    """Raise MismatchError on every rank if any rank's description differs.
-
-    Each rank sends 32 bytes, and its description only if the digests differ. `what` names the
-    compared objects in the message, which has the first difference and each rank's value.
-    """
+    """Raise MismatchError on every rank if any rank's description of `what` differs."""
+    # 32 bytes; descriptions are sent only if the digests differ
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     device = message_device(group)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
@@ -96,29 +88,24 @@ def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: 
 
 
 class Replicas:
-    """Comparison of the ranks' parameters, after a number of reduced backwards.
+    """Comparison of the ranks' parameters, after a number of reduced backwards."""
 
-    A backward sends a digest of the parameters, and the next forward verifies that all ranks sent
-    the same one.
-
-    Attributes:
-        every: Number of reduced backwards from one comparison to the next; 0 for none.
-    """
+    # A backward sends a digest of the parameters, and the next forward verifies that all ranks sent
+    # the same one.
 
     def __init__(self, named: Sequence[tuple[str, Parameter]], reducer: Reducer) -> None:
         self._named, self._reducer = named, reducer
+        # number of reduced backwards from one comparison to the next; 0 for none
         self.every = 0
         self._noted: _Snapshot | None = None
         self._sent: _Snapshot | None = None
         reducer.replica_message = weakref.WeakMethod(self._message)
 
     def note(self, *, changes: bool) -> None:
-        """Compute the digest, if one is due, before a step's first forward.
-
-        With `changes`, the parameters may change before they are compared.
-        """
+        """Compute the digest, if one is due, before a step's first forward."""
         # Until the forward whose gradients are averaged, a program may change parameters on each
         # rank: in sharpness-aware minimization each rank ascends along its own gradient.
+        # With `changes`, the parameters may change before they are compared.
         if not self._is_due():
             self._noted = None
         elif self._noted is None or self._noted.step != self._reducer.step:
@@ -159,17 +146,15 @@ class Replicas:
 
 
 class _Snapshot:
-    """Digest of a rank's parameters after a step; `each` has one per parameter.
-
-    With `changes`, the parameters may change before they are compared. Subclasses of Parameter are
-    left out.
-    """
+    """Digest of a rank's parameters after a step; `each` has one per parameter."""
 
     def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
         self.step, self.forwards = step, ""
+        # subclasses of Parameter are left out
         self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
         self.digest = digest(part for _, p in self._chosen for part in dense_parts(p.detach()))
         self._held: Description = []
+        # the parameters may change before they are compared
         if changes:
             self._held = self.each()
 

@@ -34,23 +34,7 @@ _NO_LIMIT = 1 << 62
 
 
 class BucketSet:
-    """Buckets of a reducer, in launch order.
-
-    Args:
-        named: Names and parameters of the reducer.
-        group: Process group.
-        options: Options of the reducer.
-        extra_numel: Number of extra elements after the gradients of the first float32 or float64
-            bucket. Unused with a hook.
-
-    Attributes:
-        of: Bucket of each parameter.
-        weights_bucket: Bucket that carries the sums of weights, if there is one.
-        layout: Parameter indices of each bucket, if set. The order of readiness is then ignored.
-        counts: For a static graph, the number of times that each parameter's gradient arrives in
-            a backward. The default is 1.
-        ownership: Ownership of the gradients' memory.
-    """
+    """Buckets of a reducer, in launch order."""
 
     def __init__(
         self,
@@ -61,10 +45,15 @@ class BucketSet:
         extra_numel: int = 0,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
+        # extra elements follow the gradients of the first float32 or float64 bucket, unless a hook
+        # communicates
         self.group, self.options, self._extra_numel = group, options, extra_numel
         self._sparse = {i for i, name in enumerate(self.names) if name in options.sparse}
         self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
+        # parameter indices of each bucket; if set, the order of readiness is ignored
         self.layout: Sequence[Sequence[int]] | None = None
+        # for a static graph, the number of times that each parameter's gradient arrives in a
+        # backward; 1 by default
         self.counts: Mapping[int, int] = {}
         self.ownership = Ownership()
         # The current strides are the same on all ranks: their models have just been compared.
@@ -76,7 +65,9 @@ class BucketSet:
         self._turnable = [p for p in self.parameters if p.dim() > 1]
         self._strides = [p.stride() for p in self._turnable]
         self._buckets: list[Bucket] = []
+        # bucket of each parameter
         self.of: list[Bucket] = []
+        # carries the sums of weights
         self.weights_bucket: Bucket | None = None
         self._with_hook = False
         self._interrupted: Callable[[], None] | None = None
@@ -97,10 +88,7 @@ class BucketSet:
         return list(range(len(self.parameters)))[::-1]
 
     def make(self, order: Sequence[int], *, with_hook: bool) -> None:
-        """Replace the buckets by buckets for parameters that become ready in this order.
-
-        A parameter that is not in `order` is in no bucket, and its gradient is unexpected.
-        """
+        """Replace the buckets by buckets for parameters that become ready in this order."""
         self._interrupted = partial(self.make, order, with_hook=with_hook)
         self._with_hook = with_hook
         for bucket in self._buckets:
@@ -109,6 +97,7 @@ class BucketSet:
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._new_buckets(order)
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
+        # The gradient of a parameter that is not in `order` is unexpected.
         # A parameter in no bucket gets a bucket that expects no gradient and is never launched.
         # Sparse buckets allocate no memory.
         context = BucketContext(self.group, self.ownership, self.options)
@@ -185,13 +174,11 @@ class BucketSet:
         return all(p.device.type == "cpu" for p in self.parameters)
 
     def _carrier(self, order: Sequence[int]) -> int | None:
-        """Return the parameter to pack so that some bucket has room for weights.
-
-        Return None if no weights are used or another parameter is packed anyway.
-        """
+        """Return the parameter to pack so that some bucket has room for weights, or None."""
         exact = (torch.float32, torch.float64)
         fit = [i for i in order if i not in self._sparse and self.parameters[i].dtype in exact]
         if not self._extra_numel or not all(map(self._travels_alone, fit)):
+            # no weights are used, or another parameter is packed anyway
             return None
         return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
 
@@ -238,11 +225,9 @@ class BucketSet:
         return [i for bucket in self._buckets for i in bucket.ready]
 
     def lay_as_parameters(self) -> None:
-        """Give gradients the strides of parameters whose memory format changed after wrapping.
-
-        Buckets keep the strides with which the ranks' models were compared. Fused optimizers read
-        parameters and gradients in memory order and ignore their strides.
-        """
+        """Give gradients the strides of parameters whose memory format changed after wrapping."""
+        # Buckets keep the strides with which the ranks' models were compared. Fused optimizers read
+        # parameters and gradients in memory order and ignore their strides.
         strides = [p.stride() for p in self._turnable]
         if strides == self._strides:
             return

@@ -28,59 +28,39 @@ WITH_STREAMS = ("cuda", "xpu")
 
 @dataclass(frozen=True)
 class Member:
-    """Parameter of a bucket.
+    """Parameter of a bucket."""
 
-    Attributes:
-        index: Index of the parameter in the reducer.
-        like: Meta tensor with the strides that the parameter had when it was wrapped, the same on
-            all ranks. The bucket stores the gradient with these strides; the parameter's own may
-            change on one rank alone.
-        count: Number of times that the gradient arrives in a backward: more than once in several
-            reentrant checkpoints, 0 if this rank never uses the parameter.
-    """
-
+    # of the parameter in the reducer
     index: int
     name: str
     parameter: Parameter
+    # Meta tensor with the strides that the parameter had when it was wrapped, the same on all
+    # ranks. The bucket stores the gradient with these: the parameter's own may change on one rank
+    # alone.
     like: Tensor
+    # Number of times that the gradient arrives in a backward: more than once in several reentrant
+    # checkpoints, 0 if this rank never uses the parameter.
     count: int = 1
 
 
 @dataclass(frozen=True)
 class BucketContext:
-    """Group, ownership and options, which all buckets of a reducer share.
+    """Group, ownership and options, which all buckets of a reducer share."""
 
-    Attributes:
-        group: Process group that reduces. On shm, buffers lie in memory that its ranks share.
-        ownership: Ownership of the gradients' memory.
-        options: Options of the reducer.
-        lend: True if small gradients may accumulate directly in the buffer: all parameters are on
-            the CPU, so a single thread runs autograd's operations on their gradients.
-    """
-
+    # on shm, buffers lie in memory that its ranks share
     group: ProcessGroup
     ownership: Ownership
     options: ReducerOptions
+    # True if small gradients may accumulate directly in the buffer: all parameters are on the CPU,
+    # so a single thread runs autograd's operations on their gradients
     lend: bool = False
 
 
 class Bucket(ABC):
-    """Parameters whose gradients are reduced together.
+    """Parameters whose gradients are reduced together."""
 
-    Attributes:
-        members: Indices of the parameters, in the order of the bucket.
-        names, parameters: Names and parameters, in the same order.
-        like: `Member.like` of each, in the same order.
-        early: Members for which `copy_in_early` is called when their gradient is ready.
-        ready: Members whose gradient is ready in this backward, in order of arrival.
-        unused: Members that get no gradient in this backward.
-        expected: Number of gradient arrivals after which the bucket is ready.
-        scale: Factor by which gradients are multiplied before the reduction.
-        flat: Flat tensor that is reduced; valid from `copy_in` to `copy_out`.
-        extra_numel: Number of extra elements of `flat` after the gradients.
-        extra: View of the extra elements.
-    """
-
+    # flat tensor that is reduced, valid from `copy_in` to `copy_out`; `extra` is a view of the
+    # `extra_numel` elements after the gradients
     flat: Tensor
     extra: Tensor
     extra_numel = 0
@@ -97,6 +77,7 @@ class Bucket(ABC):
         self.parameters = [m.parameter for m in members]
         self.like = [m.like for m in members]
         self._scale, self._ownership = scale, context.ownership
+        # members whose gradient is ready in this backward, in order of arrival
         self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}
@@ -107,9 +88,13 @@ class Bucket(ABC):
     def reset(self) -> None:
         """Prepare for the next backward."""
         self.ready.clear()
+        # members that get no gradient in this backward
         self.unused = set(self._never)
+        # number of gradient arrivals after which the bucket is ready
         self.expected: float = self._count
+        # members for which `copy_in_early` is called when their gradient is ready
         self.early = self._early
+        # factor by which gradients are multiplied before the reduction
         self.scale = self._scale
         self._deferred = self._with_graph = False
 
@@ -177,12 +162,9 @@ class Bucket(ABC):
 
     @abstractmethod
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
-        """Write the reduced values to the gradients.
-
-        Args:
-            reduced: Result with the layout of `flat` and any dtype; None if it is in `flat`.
-            untouched: Members unused on this rank, whose gradient stays as it was.
-        """
+        """Write `reduced`, or `flat` if it is None, to the gradients of members not `untouched`."""
+        # `reduced` has the layout of `flat` and any dtype. `untouched` are members unused on this
+        # rank, whose gradient stays as it was.
 
     def record_use(self) -> None:
         """Record the use of the buffer on the current stream, before the buffer is released."""
@@ -241,11 +223,7 @@ def dense_gradient(parameter: Parameter) -> Tensor:
 
 
 class InPlaceBucket(Bucket):
-    """Bucket of one large dense gradient, reduced in place.
-
-    The gradient is first moved to new memory if its own must not be written to or its strides
-    differ from the parameter's.
-    """
+    """Bucket of one large dense gradient, reduced in place."""
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
         early = (member.index,) if member.count == 1 else ()
@@ -268,6 +246,7 @@ class InPlaceBucket(Bucket):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
         else:
+            # moved to new memory: its own must not be written to, or has other strides
             self._copy_in_whole(gradient)
             if not is_conj_or_neg(gradient) and self._ownership.may_move(
                 member, parameter, names=1
@@ -330,18 +309,11 @@ class InPlaceBucket(Bucket):
 
 
 class SparseBucket(Bucket):
-    """Bucket of one sparse gradient; `flat` is the COO tensor itself.
-
-    A rank without the gradient takes part with no entries. A rank where it is dense, because the
-    embedding's weight is also used elsewhere, takes part with all entries.
-
-    Attributes:
-        total: Sums over ranks. Their messages have the same sizes on all ranks: after an error, all
-            ranks make new buckets.
-    """
+    """Bucket of one sparse gradient; `flat` is the COO tensor itself."""
 
     def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
         super().__init__([member], scale, context, early=())
+        # its messages have the same sizes on all ranks: after an error, all make new buckets
         self.total = SparseSum(context.group)
 
     def copy_in(self) -> None:
@@ -352,10 +324,12 @@ class SparseBucket(Bucket):
                     f"the gradient of {self.names[0]} was set to None before it was "
                     "communicated: free gradients after backward"
                 )
+            # this rank takes part with no entries
             self.zero()
             return
         gradient = gradient.detach()
         if gradient.layout == torch.strided:
+            # the embedding's weight is also used elsewhere: this rank takes part with all entries
             gradient = gradient.to_sparse(1)
         self.flat = gradient.coalesce() * self.scale
 

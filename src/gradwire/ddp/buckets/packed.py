@@ -38,15 +38,7 @@ _Entry = tuple[int, Tensor, Tensor]
 
 
 class PackedBucket(Bucket):
-    """Bucket of dense gradients that share a buffer.
-
-    Args:
-        members: Parameters of one dtype and device. With a scale, large ones are moved to the
-            front, so that one call scales the others.
-        scale: Factor by which gradients are multiplied when they are copied in.
-        context: Group, ownership and options of the reducer.
-        extra_numel: Number of extra elements after the gradients.
-    """
+    """Bucket of dense gradients of one dtype and device that share a buffer."""
 
     def __init__(
         self, members: Sequence[Member], scale: float, context: BucketContext, *, extra_numel: int
@@ -54,6 +46,7 @@ class PackedBucket(Bucket):
         cached = members[0].parameter.device.type in CACHED
         # the order must be the same on all ranks: it depends on sizes, not on this rank's counts
         if scale != 1.0:
+            # large ones first, so that one call scales the others
             members = sorted(members, key=lambda m: m.parameter.nbytes < AT_ONCE_BYTES)
         # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
         plain = all(type(m.parameter) is Parameter for m in members)
@@ -331,22 +324,13 @@ class PackedBucket(Bucket):
 
 
 class LentGradients:
-    """Zeros in a bucket's buffer that are lent as gradients in one backward.
+    """Zeros in a bucket's buffer that are lent as gradients in one backward."""
 
-    Autograd stores the first gradient of a parameter whose `.grad` is None, and the bucket then
-    copies it in and the result out. If `.grad` is a tensor, autograd adds to it. A bucket therefore
-    sets each small `.grad` that is None to zeros in its buffer when a backward begins, and copies
-    nothing. For large gradients this takes longer: zeroing and adding are five passes over memory,
-    copying takes two.
-
-    Making and freeing a tensor takes 1 µs, as long as autograd takes to add to a tiny gradient. The
-    lent tensors are therefore kept, and reused if nothing else refers to any of them and none was
-    altered. Except for their version, they then cannot be distinguished from new ones.
-
-    Args:
-        parameters: Parameters of the bucket.
-        places: Positions in `parameters` of those with small gradients.
-    """
+    # Autograd stores the first gradient of a parameter whose `.grad` is None, and the bucket then
+    # copies it in and the result out. If `.grad` is a tensor, autograd adds to it. A bucket
+    # therefore sets each small `.grad` that is None to zeros in its buffer when a backward begins,
+    # and copies nothing. For large gradients this takes longer: zeroing and adding are five passes
+    # over memory, copying takes two.
 
     def __init__(self, parameters: Sequence[Parameter], places: Sequence[int]) -> None:
         self._parameters, self._small = parameters, places
@@ -357,6 +341,10 @@ class LentGradients:
         self._tensors = self._nothing
         self.pending = False  # zeros were lent to which nothing may have been added yet
         self._versions = [0] * len(parameters)  # version counters at the time of lending
+        # Making and freeing a tensor takes 1 µs, as long as autograd takes to add to a tiny
+        # gradient. The lent tensors are therefore kept, and reused if nothing else refers to any of
+        # them and none was altered. Except for their version, they then cannot be distinguished
+        # from new ones.
         self.kept: list[Tensor] = []  # kept from earlier backwards, one for each place
         self._kept_views: list[Tensor] = []
 
@@ -372,13 +360,9 @@ class LentGradients:
             self.kept = []
 
     def lend(self, without: Collection[int], together: Tensor | None) -> None:
-        """Set gradients that are None to zeros. Call `drop_unless_unused` first.
-
-        Args:
-            without: Positions of parameters whose gradient must not change.
-            together: Part of the buffer that contains all small gradients and nothing else that is
-                in use, if there is one.
-        """
+        """Set gradients that are None to zeros, except at positions in `without`."""
+        # Call `drop_unless_unused` first. `together` is a part of the buffer that contains all
+        # small gradients and nothing else that is in use.
         parameters, views = self._parameters, self._views
         dtype = views[0].dtype
         free = [
@@ -431,16 +415,13 @@ class LentGradients:
             self._tensors[i] = self._nothing[i]
 
     def take_back(self, unused: Collection[int] = ()) -> None:
-        """Set lent gradients that nothing was added to back to None. The others stay lent.
-
-        Args:
-            unused: Positions of parameters without a gradient, even if hooks wrote to the zeros.
-        """
+        """Set lent gradients that nothing was added to back to None. The others stay lent."""
         for i in self.places if self.pending else ():
             tensor = self._tensors[i]
             # The values decide too: writes through .data or NumPy do not change the version.
             if not isinstance(tensor, Tensor):
                 continue
+            # unused parameters have no gradient, even if hooks wrote to the zeros
             if tensor._version != self._versions[i] and i not in unused:
                 continue
             if not tensor.any():

@@ -68,26 +68,23 @@ def broadcast_entry(tensor: Tensor, root: int) -> Entry:
 
 
 class CollectiveLog:
-    """Collectives of all reducers of a group that other ranks may still wait in.
+    """Collectives of all reducers of a group that other ranks may still wait in."""
 
-    A collective's number is the backend's count, the same on all ranks. A collective that is not
-    in the log leaves a gap.
-
-    Attributes:
-        sent: Collectives on the group, with their numbers.
-        elsewhere: Collectives of communication hooks on other groups, by `key_of` the group.
-        works: Handles of hooks' collectives, which distinguish a failure of the backend from an
-            error of the hook.
-        since: Time at which the first of `sent` was sent.
-    """
+    # A collective's number is the backend's count, the same on all ranks. A collective that is not
+    # in the log leaves a gap.
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a domain must not keep its group alive
         self._counted = 0
         self._small: list[Work] = []
+        # time at which the first of `sent` was sent
         self.since = 0.0
+        # collectives on the group, with their numbers
         self.sent: list[tuple[int, Entry]] = []
+        # collectives of communication hooks on other groups, by `key_of` the group
         self.elsewhere: dict[str, list[tuple[int, Entry]]] = {}
+        # handles of hooks' collectives, which distinguish a failure of the backend from an error of
+        # the hook
         self.works: list[Work] = []
 
     def add(self, entry: Entry, work: Work | None = None) -> None:
@@ -282,21 +279,15 @@ def _zeros(dtype: str, device: str, shape: list[int], sparse: int | None) -> Ten
 
 
 def key_of(group: ProcessGroup) -> str:
-    """Return a name that identifies a group on all ranks.
-
-    The group's own name is not unique: PyTorch numbers the groups of each process, so that groups
-    of different ranks may have the same name.
-    """
+    """Return a name that identifies a group on all ranks."""
+    # The group's own name is not unique: PyTorch numbers the groups of each process, so that groups
+    # of different ranks may have the same name.
     ranks = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
     return f"{group.group_name} {sorted(ranks, key=ranks.__getitem__)}"
 
 
 def sequence_number(group: ProcessGroup) -> int:
-    """Return the backend's count of collectives that this rank has sent on the group.
-
-    Raises:
-        RuntimeError: The backend does not count collectives.
-    """
+    """Return the backend's count of this rank's collectives; raise RuntimeError if it has none."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
@@ -345,12 +336,10 @@ class Participants:
         return [p for p in self if p is not than]
 
     def undecided(self) -> list[int]:
-        """Return the last-message positions of backwards whose step other ranks may have taken.
-
-        Empty if another reducer was interrupted in the same backward, because that backward then
-        also fails on the other ranks.
-        """
+        """Return the last-message positions of backwards whose step other ranks may have taken."""
         if any(p.state is BackwardState.INTERRUPTED for p in self):
+            # another reducer was interrupted in the same backward, which then fails on the other
+            # ranks, too
             return []
         return [p.end for p in self if p.state is BackwardState.UNDECIDED]
 
@@ -374,19 +363,9 @@ UNDECIDED_TEXT = (
 
 
 class ResynchronizationRound:
-    """Round that publishes a statement, joins missed collectives and publishes the outcome.
+    """Round that publishes a statement, joins missed collectives and publishes the outcome."""
 
-    From its beginning on, this rank only sends collectives that others wait in.
-
-    Args:
-        error: Error of this rank; None if it only learnt of another rank's error.
-
-    Attributes:
-        positions: Stated position of each rank. This and the next are valid after `advance` has
-            returned True.
-        diverged: Message about ranks that missed, because of an exception, a step that others may
-            have taken; empty if there are none.
-    """
+    # From its beginning on, this rank only sends collectives that others wait in.
 
     def __init__(
         self,
@@ -402,11 +381,14 @@ class ResynchronizationRound:
             name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
         }
         undecided = max(participants.undecided(), default=None)
+        # the error is None if this rank only learnt of another rank's error
         self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
         self._in_flight: list[Handle] = [
             *log.in_flight(),
             *(one for p in participants for one in p.launcher.in_flight()),
         ]
+        # valid after `advance` has returned True: stated position of each rank, and a message about
+        # ranks that missed, because of an exception, a step that others may have taken
         self.positions: list[int] = []
         self.diverged = ""
         self._failures: dict[int, str] = {}
@@ -421,12 +403,7 @@ class ResynchronizationRound:
         self._published: set[str] = set()
 
     def advance(self) -> bool:
-        """Advance as far as possible without waiting; return True if the round is over.
-
-        Raises:
-            PeerLostError: A rank died, or the group failed.
-            CollectiveTimeoutError: A rank did not answer in time.
-        """
+        """Advance as far as possible without waiting; return True if the round is over."""
         if (broken := self._channel.broken()) is not None:
             raise broken
         while True:
@@ -445,10 +422,7 @@ class ResynchronizationRound:
                 return False
 
     def error(self) -> DistributedError | None:
-        """Return the error for this rank to raise after the round, unless it is its own.
-
-        A BrokenGroupError says why the ranks cannot be brought in step.
-        """
+        """Return the error for this rank to raise after the round, unless it is its own."""
         if self._broken is not None or self._statement.error is not None:
             return self._broken
         errors = "; ".join(f"rank {rank}: {text}" for rank, text in self._failures.items())

@@ -52,13 +52,11 @@ def message_device(group: ProcessGroup) -> torch.device:
 
 
 def waits_on_cpu(group: ProcessGroup, device: torch.device) -> bool:
-    """Return True if waiting for a collective of a device's tensors blocks the CPU.
-
-    Other backends only queue a wait on the accelerator's stream. Gloo copies an accelerator's
-    tensors to the host, and its waits end when the other ranks have answered.
-    """
+    """Return True if waiting for a collective of a device's tensors blocks the CPU."""
     if device.type == "cpu":
         return True
+    # Gloo copies an accelerator's tensors to the host, and its waits end when the other ranks have
+    # answered. Other backends only queue a wait on the accelerator's stream.
     try:
         return str(group._get_backend(device).name()) == "gloo"
     except RuntimeError:  # no backend for the device, or a group in Python
@@ -74,10 +72,8 @@ def timeout_of(group: ProcessGroup) -> float:
 
 @contextmanager
 def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -> Iterator[None]:
-    """Raise PeerLostError or CollectiveTimeoutError for a backend's error in this context.
-
-    `what` names the collective, which was sent at `since`, the start of the context by default.
-    """
+    """Raise PeerLostError or CollectiveTimeoutError for a backend's error in this context."""
+    # the time at which the collective was sent
     since = time.monotonic() if since is None else since
     try:
         yield
@@ -112,11 +108,7 @@ def failure_of(work: Work) -> BaseException | None:
 def wait_work(
     work: Work, poll: Callable[[], None], *, on_cpu: bool, seconds: float
 ) -> BaseException | None:
-    """Wait for a work handle; on an accelerator, let the current stream wait.
-
-    Returns:
-        The backend's error, or None. Exceptions of `poll` are propagated.
-    """
+    """Wait for a work handle, or let the current stream wait; return the backend's error."""
     if not on_cpu:
         try:
             work.wait()
@@ -131,6 +123,7 @@ def wait_work(
         except RuntimeError:
             if is_done(work):  # failed, or ended just after the interval
                 return failure_of(work)
+        # its exceptions are propagated
         poll()
         if time.monotonic() > deadline:
             return CollectiveTimeoutError(
@@ -155,11 +148,7 @@ def wait_done(work: Work, poll: Callable[[], None]) -> None:
 def wait_future(
     future: torch._C.Future[Any], poll: Callable[[], None], seconds: float
 ) -> BaseException | None:
-    """Wait until a future has its value or its error. Exceptions of `poll` are propagated.
-
-    Returns:
-        An error if the deadline has passed, else None.
-    """
+    """Wait until a future has its value or error; return an error if the deadline has passed."""
     if future.done():
         return None
     done = threading.Event()
@@ -194,20 +183,17 @@ EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
 
 
 class ErrorChannel:
-    """Values that the ranks of a group publish to each other, once they are connected.
+    """Values that the ranks of a group publish to each other, once they are connected."""
 
-    If the store does not answer in time, methods return as if no value were published. If it is
-    gone, they raise PeerLostError.
-
-    Attributes:
-        has_store: False for a group without a store, such as some groups written in Python, whose
-            ranks are never connected.
-        name: Random name of the group, the same on all ranks; empty before `connect`.
-    """
+    # If the store does not answer in time, methods return as if no value were published. If it is
+    # gone, they raise PeerLostError.
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._size = group.rank(), group.size()
+        # ranks of a group without a store, such as some groups written in Python, are never
+        # connected
         self.has_store = find_store(group) is not None
+        # random name of the group, the same on all ranks; empty before `connect`
         self.name = "" if self.has_store else "no store"
         self._token: tuple[Tensor, Work] | None = None
         self._store: Any = None

@@ -68,19 +68,7 @@ _WITH_INTERRUPTED: set[FaultDomain] = set()
 
 
 class FaultDomain:
-    """Errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
-
-    Attributes:
-        participants: Reducers of the group on this rank.
-        lock: Lock held while anything is sent. It keeps a single order, and keeps the position
-            constant while it is stated.
-        log: Log of sent collectives.
-        channel: Error reports between the ranks; see `connect`.
-        seconds: Timeout of the group.
-        broken: Reason that the group cannot be used again, or None.
-        hook_future: Future of the last hook call if its callbacks may send more collectives.
-            Nothing else is sent on the group before it is done.
-    """
+    """Errors of a group's reducers, on all ranks. Made by `FaultDomain.of`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a domain must not keep its group alive
@@ -88,14 +76,19 @@ class FaultDomain:
         if not self.channel.has_store:
             warnings.warn(_NO_STORE, stacklevel=4)
         self.participants = Participants()
+        # held while anything is sent: it keeps a single order, and keeps the position constant
+        # while it is stated
         self.lock = threading.RLock()
         self.log = CollectiveLog(group)
         self.seconds = timeout_of(group)
+        # future of the last hook call if its callbacks may send more collectives: nothing else is
+        # sent on the group before it is done
         self.hook_future: torch._C.Future[Any] | None = None
         self._round: ResynchronizationRound | None = None
         self._positions: list[int] = []  # of each rank, in the last round
         self._diverged = ""  # message about ranks that missed a step before the last round
         self._deferred: DistributedError | None = None  # another rank's error, yet to be raised
+        # reason that the group cannot be used again
         self.broken: str | None = None
 
     @staticmethod
@@ -138,11 +131,9 @@ class FaultDomain:
     # -- rounds ----------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect the group's error channel, under a random name that rank 0 broadcasts.
-
-        A name from a count of groups or wrappers would differ on a rank that makes one more, such
-        as a copy of the model on rank 0.
-        """
+        """Connect the group's error channel, under a random name that rank 0 broadcasts."""
+        # A name from a count of groups or wrappers would differ on a rank that makes one more, such
+        # as a copy of the model on rank 0.
         # the first collective of every rank on the group: when ranks verify the first model, or
         # else in its first backward
         if self.channel.name:
@@ -290,10 +281,8 @@ class FaultDomain:
         _WITH_INTERRUPTED.add(self)
 
     def report_interrupted(self) -> None:
-        """End on all ranks the backwards that exceptions ended on this one, in all groups.
-
-        Call `raise_deferred` afterwards.
-        """
+        """End on all ranks, in all groups, the backwards that exceptions ended on this one."""
+        # Call `raise_deferred` afterwards.
         if not _WITH_INTERRUPTED and self._round is None:
             return
         _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d._group() is None])
@@ -371,11 +360,9 @@ class FaultDomain:
 
 
 def _resynchronize_all() -> None:
-    """Advance the resynchronizations of all groups of this process until all are done.
-
-    Each advances by one step in turn. Two ranks may begin with different groups and would
-    otherwise wait for each other.
-    """
+    """Advance the resynchronizations of all groups of this process until all are done."""
+    # Each advances by one step in turn: two ranks may begin with different groups and would
+    # otherwise wait for each other.
     while True:
         unfinished = [d for d in list(_DOMAINS.values()) if d._advance()]
         if not unfinished:
@@ -396,11 +383,10 @@ def wait_for_message(
     since: float | None = None,
     from_all: bool = False,
 ) -> None:
-    """Wait for a message; if the group fails, mark it as broken and report that to other ranks.
-
-    If it is not `on_cpu`, the current stream waits. A message `from_all` needs data from all ranks:
-    a rank that has ended is lost. The root of a broadcast may end before other ranks have received.
-    """
+    """Wait for a message; if the group fails, mark it as broken and report that to other ranks."""
+    # If it is not `on_cpu`, the current stream waits. A message `from_all` needs data from all
+    # ranks: a rank that has ended is lost. The root of a broadcast may end before other ranks have
+    # received.
     domain = FaultDomain.known(group)
     since = time.monotonic() if since is None else since
     if domain is None:  # no reducer on this group: there are no error reports

@@ -113,12 +113,7 @@ TRANSITIONS = MappingProxyType(
 
 
 def after(state: BackwardState, event: Event) -> BackwardState:
-    """Return the state that follows.
-
-    Example:
-        >>> after(BackwardState.RUNNING, Event.SEND_LAST).name
-        'COMMITTING'
-    """
+    """Return the state that follows."""
     following = TRANSITIONS[state].get(event)
     assert following is not None, f"{event} in {state}"
     return following
@@ -134,18 +129,9 @@ class Phase(Enum):
 
 
 def next_phase(phase: Phase, *, stated: bool, ended: bool, joined: bool) -> Phase:
-    """Return the next phase, or the same one if its condition is not met.
-
-    Args:
-        phase: Current phase of this rank.
-        stated: True if all ranks' statements are published.
-        ended: True if all communication of this rank has ended or cannot end.
-        joined: True if all ranks' outcomes are published.
-
-    Example:
-        >>> next_phase(Phase.STATED, stated=True, ended=False, joined=False).name
-        'JOINING'
-    """
+    """Return the next phase, or the same one if its condition is not met."""
+    # stated, joined: all ranks' statements, or outcomes, are published. ended: all communication of
+    # this rank has ended or cannot end.
     if phase is Phase.STATED and stated:
         return Phase.JOINING
     if phase is Phase.JOINING and ended:
@@ -161,38 +147,23 @@ Numbered = Sequence[tuple[int, Any]]
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement that a rank publishes when it begins to resynchronize.
+    """Statement that a rank publishes when it begins to resynchronize."""
 
-    Attributes:
-        error: Error of this rank; None if it only learnt of another rank's error.
-        position: Number of collectives that the rank has sent on the group.
-        sent: Collectives that other ranks may still wait in.
-        elsewhere: `position` and `sent` for other groups that a communication hook used, by name.
-        undecided: Position of the last message of a backward that an exception ended after that
-            message.
-    """
-
+    # None if this rank only learnt of another rank's error
     error: str | None
+    # number of collectives that the rank has sent on the group
     position: int
+    # collectives that other ranks may still wait in
     sent: Numbered
+    # `position` and `sent` for other groups that a communication hook used, by name
     elsewhere: Mapping[str, tuple[int, Numbered]]
+    # position of the last message of a backward that an exception ended after that message
     undecided: int | None = None
 
 
 def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[Any]:
-    """Return the collectives that a rank must join to be in step with the furthest rank.
-
-    Args:
-        position: Position of this rank.
-        statements: Position and sent collectives of each rank.
-
-    Raises:
-        BrokenGroupError: Ranks sent different collectives, or a missing one is in no log.
-
-    Example:
-        >>> missing(1, [(1, [(1, ["a"])]), (2, [(1, ["a"]), (2, ["b"])])])
-        [['b']]
-    """
+    """Return the collectives that a rank must join to be in step with the furthest rank."""
+    # `statements` has the position and the sent collectives of each rank.
     known: dict[int, Any] = {}
     for _, sent in statements:
         for number, collective in sent:
@@ -210,36 +181,18 @@ def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[A
 
 
 def all_took_part(end: int, positions: Sequence[int]) -> bool:
-    """Return True if all ranks sent a collective before their statements, with their own data.
-
-    Example:
-        >>> all_took_part(4, [4, 5]), all_took_part(4, [3, 5])
-        (True, False)
-    """
+    """Return True if all ranks sent a collective before their statements, with their own data."""
     return end <= min(positions)
 
 
 def may_finish(state: BackwardState, end: int, positions: Sequence[int]) -> bool:
-    """Return True if a waiting backward may be completed although a rank has failed.
-
-    Args:
-        state: State of the backward.
-        end: Position of its last message.
-        positions: Stated position of each rank.
-    """
+    """Return True if a waiting backward may be completed although a rank has failed."""
+    # `end` is the position of its last message.
     return state is BackwardState.COMMITTING and all_took_part(end, positions)
 
 
 def diverged(undecided: Sequence[int | None], positions: Sequence[int]) -> list[int]:
-    """Return the ranks that missed, because of an exception, a step that others may have taken.
-
-    Args:
-        undecided: Position of the last message of an undecided backward on each rank, or None.
-        positions: Stated position of each rank.
-
-    Example:
-        >>> diverged([None, 4], [4, 4]), diverged([None, 4], [3, 4])
-        ([1], [])
-    """
+    """Return the ranks that missed, because of an exception, a step that others may have taken."""
+    # `undecided` has the position of the last message of an undecided backward on each rank.
     ends = enumerate(undecided)
     return [rank for rank, end in ends if end is not None and all_took_part(end, positions)]

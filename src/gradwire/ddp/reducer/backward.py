@@ -60,21 +60,18 @@ IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 @dataclass
 class StepTimer:
-    """Times of the events in a step, in ns, as in PyTorch's reducer; 0 before the event.
-
-    Attributes:
-        sent: Number of buckets that had anything to send.
-        waits: Time that the end of the backward waited for each bucket.
-        unused_here: Names of the parameters unused on this rank.
-    """
+    """Times of the events in a step, in ns, as in PyTorch's reducer; 0 before the event."""
 
     forward_start: int = 0
     compute_start: int = 0
     compute_end: int = 0
     comm_start: int = 0
     comm_end: int = 0
+    # number of buckets that had anything to send
     sent: int = 0
+    # time that the end of the backward waited for each bucket
     waits: list[int] = field(default_factory=list)
+    # names of the parameters unused on this rank
     unused_here: tuple[str, ...] = ()
 
 
@@ -310,12 +307,10 @@ class Backward:
             self.takes_part = used or self.usage.runs_all()
 
     def take_turn(self) -> None:
-        """Send after the reducers that already have a position in this backward, if it has none.
-
-        If parameters may be left out, positions follow the order in which backward reaches the
-        outputs: a gradient from the loss may arrive before them on one rank and after them on
-        another.
-        """
+        """Send after the reducers that already have a position in this backward, if it has none."""
+        # If parameters may be left out, positions follow the order in which backward reaches the
+        # outputs: a gradient from the loss may arrive before them on one rank and after them on
+        # another.
         if self.has_turn:
             return
         with self.domain.lock:
@@ -372,16 +367,12 @@ class Backward:
     # -- launch ------------------------------------------------------------------------------
 
     def _launch_in_order(self, *, final: bool, ended: bool = False) -> None:
-        """Launch every ready bucket whose predecessors were launched; the last one only if `final`.
-
-        Reducers that share a backward launch one after the other, and so do their last buckets at
-        the end: a gradient missing on one rank must not make buckets of two reducers meet.
-
-        Args:
-            final: If True, the last bucket, which is the vote, is launched, too. An earlier failure
-                keeps it from being sent, so that no rank takes the result.
-            ended: If True, this may wait for other ranks, because backward has ended.
-        """
+        """Launch each ready bucket whose predecessors were launched; the last only if `final`."""
+        # Reducers that share a backward launch one after the other, and so do their last buckets at
+        # the end: a gradient missing on one rank must not make buckets of two reducers meet. The
+        # last bucket is the vote: an earlier failure keeps it from being sent, so that no rank
+        # takes the result.
+        # once backward has ended, this may wait for other ranks
         ended = ended or final
         if not self.has_turn or not all(b.has_only_last_left for b in self.predecessors):
             return
@@ -458,10 +449,7 @@ class Backward:
         self.launcher.launch(bucket, is_last=is_last)
 
     def _agree_on_scale(self, own: Tally | None = None) -> None:
-        """Set the factor of a hook's buckets, before the first one is launched.
-
-        `own` are the summands of this rank; None for those of its backward.
-        """
+        """Set the factor of a hook's buckets, before the first one is launched."""
         launcher, factor = self.launcher, None
         if launcher.hook is not None and not launcher.hook.linear:
             sums, work = launcher.start_sum((self.tally() if own is None else own).message())
@@ -489,15 +477,10 @@ class Backward:
         return all(bucket.all_unused for bucket in [*self.bucket_set][index + 1 :])
 
     def check_over(self) -> None:
-        """Raise if ranks wait for this backward. Called before other communication.
-
-        The check includes backwards of the group's other modules, as in `Join([generator,
-        discriminator])`: a rank that has run out of input takes part in the forward and the
-        backward of one module, then in those of the next.
-
-        Raises:
-            ReductionError: A forward had no backward.
-        """
+        """Raise if ranks wait for this backward. Called before other communication."""
+        # Backwards of the group's other modules count, as in `Join([generator, discriminator])`: a
+        # rank that has run out of input takes part in the forward and the backward of one module,
+        # then in those of the next.
         shadowed = [b for b in (self, *self.others()) if b.shadowed]
         if any(b.state is BackwardState.AWAITING for b in shadowed):
             self.raise_not_finalized()
@@ -542,12 +525,7 @@ class Backward:
             raise
 
     def _end_parked(self) -> None:
-        """End the reducers of several groups that share a backward once all have reached its end.
-
-        Each reducer waits for the ranks of its group. Group names are the same on all ranks, so
-        waits in the order of names cannot form a cycle: ranks of the first unfinished group wait
-        for no other.
-        """
+        """End reducers of several groups that share a backward once all have reached its end."""
         together = {id(b): b for b in (self, *self._sharing())}
         for one in [*together.values()]:
             together |= {id(b): b for b in one.others() if b.running and b.task == one.task}
@@ -559,6 +537,9 @@ class Backward:
                 one.domain.channel.start_connecting(one.group)
         for one in parked:
             one.domain.connect()
+        # Each reducer waits for the ranks of its group. Group names are the same on all ranks, so
+        # waits in the order of names cannot form a cycle: ranks of the first unfinished group wait
+        # for no other.
         for one in sorted(parked, key=lambda b: b.domain.channel.name):
             if one.parked and one.running:
                 one.parked = False
@@ -629,12 +610,7 @@ class Backward:
 
     @runs_outside_contexts
     def finalize(self) -> None:
-        """End a backward with manual finalization, after it or in one of its hooks.
-
-        Raises:
-            ReductionError: Finalization is not manual, there is nothing to end, or gradients are
-                missing.
-        """
+        """End a backward with manual finalization, after it or in one of its hooks."""
         running = self.running
         ended = (SHORT, BackwardState.AWAITING, BackwardState.COMMITTING)
         if not self.manual or not (running or self.state in ended):
@@ -718,16 +694,9 @@ class Backward:
     def _receive(
         self, used: Iterable[int], own: Tally | None = None
     ) -> tuple[list[Tensor | None], float | None]:
-        """Send the remaining messages and wait for all results.
-
-        Args:
-            used: Parameters that got a gradient on this rank.
-            own: Summands of this rank in the vote; None for those of its backward.
-
-        Returns:
-            The result of each bucket, or None if it is in the bucket's buffer; and the factor still
-            to be applied to all of them, or None.
-        """
+        """Send the remaining messages; return all results and the factor still to be applied."""
+        # `used` are parameters that got a gradient on this rank. A result is None if it is in the
+        # bucket's buffer.
         launcher, usage, asked = self.launcher, self.usage, None
         launcher.send_rest()
         if usage.allows_unused:
@@ -751,6 +720,7 @@ class Backward:
             return results, self._factor_from_bucket()
         # a hook may fail after its collectives: ranks then vote
         self._sending_last()
+        # `own` is None for the summands of this rank's backward
         sums = launcher.vote(self.tally() if own is None else own)
         self._check_in_step(sums)
         if not launcher.hook.linear:  # its gradients were already weighted
@@ -798,12 +768,8 @@ class Backward:
         self.transition(Event.SEND_LAST)
 
     def _commit(self, used: Sequence[int], *, joined: bool = False) -> None:
-        """Record that the gradients hold the reduced values.
-
-        Args:
-            used: Parameters that a rank used.
-            joined: True if this rank took part by `shadow`.
-        """
+        """Record that the gradients hold the reduced values."""
+        # `used` are parameters that a rank used. `joined`: this rank took part by `shadow`.
         self.domain.log.forget(self.end)
         if not self.bucket_set.options.rebuilds:
             self.arrivals = None
@@ -834,10 +800,8 @@ class Backward:
     # -- errors ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Abort the running backward after an exception, unless it was already handled.
-
-        Sends nothing: `FaultDomain.report_interrupted` reports it at the next forward.
-        """
+        """Abort the running backward after an exception, unless it was already handled."""
+        # sends nothing: `FaultDomain.report_interrupted` reports it at the next forward
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
             self.bucket_set.take_back()
@@ -858,12 +822,7 @@ class Backward:
         )
 
     def raise_if_unfinished(self) -> None:
-        """Raise if the previous backward did not end, or get the other ranks out of it.
-
-        Raises:
-            ReductionError: Parameters got no gradient in it, or it was not finalized.
-            DistributedError: Errors of `FaultDomain.raise_deferred`.
-        """
+        """Raise if the previous backward did not end, or get the other ranks out of it."""
         if self.running:
             self.interrupt()
         if self.awaits_finalization:
@@ -928,10 +887,7 @@ def _profiled(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
 def on_gradient(
     reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Any, ...]
 ) -> None:
-    """Handle a parameter's gradient: the reducer's work per parameter.
-
-    `incoming` has one element: a tensor or None.
-    """
+    """Handle a parameter's gradient, a tensor or None: the reducer's work per parameter."""
     # The reference is weak, so that the hook does not keep the reducer alive.
     backward = reference()
     if backward is None:

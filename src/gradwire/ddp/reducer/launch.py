@@ -64,33 +64,26 @@ class Launched:
 
 
 class Launcher:
-    """Sends buckets, and waits for their results.
-
-    Args:
-        group: Process group.
-        domain: Fault domain of the group.
-        owner: Backward that the buckets belong to: waits poll for errors on its behalf.
-
-    Attributes:
-        launched: Launched buckets of the backward, in launch order.
-        order: Broadcast of rank 0's order of gradients, until buckets are assigned in that order.
-        hook: Communication hook with its state; None for the mean.
-        correction: Factor of a hook's buckets. If ranks have run out of input, the hook divides by
-            more ranks than take part.
-        scale: Factor of a hook's buckets in this backward, including weights that are applied
-            before the hook; None before the first bucket. It is applied before the hook, so that
-            the hook's state has the same unit in each step.
-    """
+    """Sends buckets, and waits for their results."""
 
     def __init__(self, group: ProcessGroup, domain: FaultDomain, owner: Participant) -> None:
         self._group, self._domain = group, domain
+        # waits poll for errors on behalf of the owner, the backward that the buckets belong to
         waiter = weakref.proxy(owner)  # the owner holds a reference to its launcher
         self._poll = lambda: domain.poll(waiter)
         self._options = AllreduceOptions()
+        # broadcast of rank 0's order of gradients, until buckets are assigned in that order
         self.order: tuple[Tensor, Work] | None = None
+        # buckets of the backward, in launch order
         self.launched: list[Launched] = []
+        # None for the mean
         self.hook: StatefulHook[Any] | None = None
+        # factor of a hook's buckets: if ranks have run out of input, the hook divides by more ranks
+        # than take part
         self.correction = 1.0
+        # factor of a hook's buckets in this backward, including weights; None before the first
+        # bucket. It is applied before the hook, so that the hook's state has the same unit in each
+        # step
         self.scale: float | None = None
 
     def in_flight(self) -> list[Handle]:
@@ -148,10 +141,8 @@ class Launcher:
         self._domain.hook_future = None
 
     def send_rest(self) -> None:
-        """Send the entries of sparse gradients that had no room in the first messages.
-
-        Called before the vote, when the backward has ended and this rank may wait for others.
-        """
+        """Send the entries of sparse gradients that had no room in the first messages."""
+        # Called before the vote, when the backward has ended and this rank may wait for others.
         for launched in self.launched:
             total = launched.sparse
             if total is None or launched.complete:
@@ -248,11 +239,7 @@ class Launcher:
         return flags, work
 
     def vote(self, own: Tally) -> Tally:
-        """Return the sums of the ranks' summands if no rank has failed.
-
-        Raises:
-            DistributedError: A rank failed before it voted.
-        """
+        """Return the sums of the ranks' summands; raise if a rank failed before it voted."""
         if cpu_capable(self._group):
             self._domain.raise_hidden("a communication hook's collective")
         votes, work = self.start_sum(own.message(1.0))
@@ -297,11 +284,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def follow(stream: torch.Stream | None) -> bool:
-    """Let the current stream of the same device wait for the work queued on a stream.
-
-    Returns:
-        True if it waits: it is another stream, and not a capture that the stream has no part in.
-    """
+    """Let the device's current stream wait for another one's work; return True if it waits."""
     if stream is None:
         return False
     current = current_stream(stream.device)
@@ -315,17 +298,14 @@ def follow(stream: torch.Stream | None) -> bool:
 
 
 class GradientStreams:
-    """Streams on which the gradients of a reducer's parameters are accumulated.
-
-    Attributes:
-        unknown: Indices of parameters whose stream is not known yet; empty on the CPU.
-    """
+    """Streams on which the gradients of a reducer's parameters are accumulated."""
 
     # A node keeps its stream for as long as it exists, so each is looked up once: at every gradient
     # this would take 1 µs.
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._devices = [p.device for p in parameters]
+        # indices of parameters whose stream is not known yet; empty on the CPU
         self.unknown = {i for i, d in enumerate(self._devices) if d.type in WITH_STREAMS}
         self._distinct: list[torch.Stream] = []
 
@@ -338,15 +318,10 @@ class GradientStreams:
         self.unknown.discard(index)
 
     def join(self, device: torch.device) -> bool:
-        """Let the device's current stream wait for the gradients accumulated so far.
-
-        Needed before a bucket is filled and sent: its gradients may come on several streams, and it
-        may be sent from the hook of another bucket's gradient, from a thread for another device or
-        after backward.
-
-        Returns:
-            True if it waits for any: the bucket must then record its use of the gradients.
-        """
+        """Let the device's current stream wait for gradients so far; return True if it waits."""
+        # Needed before a bucket is filled and sent: its gradients may come on several streams, and
+        # it may be sent from the hook of another bucket's gradient, from a thread for another
+        # device or after backward. If it waits, the bucket must record its use of the gradients.
         followed = [follow(s) for s in self._distinct if s.device == device]
         return any(followed)
 

@@ -106,32 +106,11 @@ class LoggingData:
 
 
 class Reducer(Backward):
-    """Averages the gradients of parameters over the ranks of a group, in buckets.
+    """Averages the gradients of parameters over the ranks of a group, in buckets."""
 
-    After `prepare`, the next backward that gives every parameter a gradient leaves in each
-    `.grad` the sum over ranks divided by W (or what the hook made of it), with the same bits on
-    every rank.
-
-    Args:
-        parameters: Names and parameters that require a gradient; the same on every rank.
-        group: Process group.
-        options: Options.
-
-    Raises:
-        NotSupportedError: Another reducer has one of the parameters.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> from gradwire.testing import run_ranks
-        >>> def main():
-        ...     weight = torch.nn.Parameter(torch.zeros(2))
-        ...     reducer = Reducer([("weight", weight)], dist.group.WORLD)
-        ...     reducer.prepare()
-        ...     (weight * (dist.get_rank() + 1)).sum().backward()
-        ...     return weight.grad.tolist()
-        >>> run_ranks(main, world_size=2)  # (1 + 2) / 2
-        [[1.5, 1.5], [1.5, 1.5]]
-    """
+    # After `prepare`, the next backward that gives every parameter a gradient leaves in each
+    # `.grad` the sum over ranks divided by W (or what the hook made of it), with the same bits on
+    # every rank.
 
     @runs_outside_contexts
     def __init__(
@@ -164,18 +143,12 @@ class Reducer(Backward):
 
     @runs_outside_contexts
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
-        """Let `hook(state, bucket)` communicate from the next `prepare` on; None for the mean.
-
-        Every rank registers the same hook. The hook is called for one bucket after the other, each
-        time once the previous future has completed, so that several collectives chained in one hook
-        run in the same order on every rank. If its attribute `single_collective` is True, it is
-        called for the next bucket without waiting. Ranks sum their weights before the first bucket,
-        unless the hook's attribute `linear` is True.
-
-        Raises:
-            ArgumentTypeError: Not a hook.
-            ArgumentError: A `StatefulHook` together with another state.
-        """
+        """Let `hook(state, bucket)` communicate from the next `prepare` on; None for the mean."""
+        # Every rank registers the same hook. The hook is called for one bucket after the other,
+        # each time once the previous future has completed, so that several collectives chained in
+        # one hook run in the same order on every rank. If its attribute `single_collective` is
+        # True, it is called for the next bucket without waiting. Ranks sum their weights before the
+        # first bucket, unless the hook's attribute `linear` is True.
         bound = None if hook is None else bind_hook(state, hook)
         if bound is not None:
             run_in_group(bound, self.group)
@@ -199,11 +172,7 @@ class Reducer(Backward):
 
     @runs_outside_contexts
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
-        """Set the buckets for good, from the next `prepare` on.
-
-        Raises:
-            ArgumentError: The names do not match the parameters.
-        """
+        """Set the buckets for good, from the next `prepare` on."""
         number = {name: i for i, name in enumerate(self.names)}
         layout, params = [[number.get(n, -1) for n in bucket] for bucket in names], self.parameters
         kinds = [{(params[i].dtype, params[i].device) for i in bucket} for bucket in layout]
@@ -217,14 +186,12 @@ class Reducer(Backward):
 
     @runs_outside_contexts
     def replace_group(self, group: ProcessGroup) -> None:
-        """Reduce over another group from now on. Every rank of that group calls this.
-
-        If the hook's state, or its `process_group`, is the old group, the new one replaces it.
-        """
+        """Reduce over another group from now on. Every rank of that group calls this."""
         hook, old = self.launcher.hook, self.group
         self.set_group(check_group(group))
         self.launcher.hook = hook
         if hook is not None:
+            # a state that is the old group, or has it as its `process_group`, gets the new one
             if hook.state is old:
                 hook.state = group
             elif getattr(hook.state, "process_group", None) is old:
@@ -249,24 +216,15 @@ class Reducer(Backward):
         shadowed: bool = False,
         recovered: bool = False,
     ) -> None:
-        """Expect a backward. Called before each backward that is reduced.
-
-        Args:
-            ranks: Divisor of the sum; None for the number of ranks of the group.
-            uneven: If True, ranks may take part by `shadow`, where unused buckets are unknown.
-            shadowed: If True, some ranks do. They wait for exactly one backward.
-            recovered: True if `raise_if_unfinished` was called, and nothing was sent since.
-
-        Raises:
-            ReductionError: The previous backward left parameters without a gradient.
-            PeerFailedError: Another rank reported an error.
-            BrokenGroupError: The group cannot be used again after an earlier error.
-        """
+        """Expect a backward. Called before each backward that is reduced."""
+        # `recovered`: `raise_if_unfinished` was called, and nothing was sent since.
         if not recovered:
             self.raise_if_unfinished()
         if not self.step:  # optimizers may be attached after wrapping, without hooks
             self.detach_optimizers()
         self.rebuild_once()
+        # uneven: ranks may take part by `shadow`, where unused buckets are unknown. shadowed: some
+        # ranks do, and wait for exactly one backward
         self.skip_unused = self.bucket_set.options.skip_unused and not uneven
         self.shadowed, self.prepare_late = shadowed, None
         self.step += 1
@@ -292,16 +250,13 @@ class Reducer(Backward):
     # -- after a forward ---------------------------------------------------------------------
 
     def expect(self, outputs: Iterable[Tensor], *, counted: bool = True) -> None:
-        """Let a backward begin at these outputs of a forward, each time it is run.
-
-        Ranks may run different numbers of forwards that are not `counted`, such as evaluations.
-
-        Without this call a backward begins at the first gradient of a parameter. If that comes from
-        a reentrant checkpoint, unused parameters are not known then.
-        """
+        """Let a backward begin at these outputs of a forward, each time it is run."""
+        # Without this call a backward begins at the first gradient of a parameter. If that comes
+        # from a reentrant checkpoint, unused parameters are not known then.
         begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not begun:
             return
+        # ranks may run different numbers of forwards that are not counted, such as evaluations
         forward = self.forwards.begin() if counted else None
         call = partial(on_output, weakref.ref(self), forward=forward.number if forward else 0)
         for tensor in begun:
@@ -326,23 +281,16 @@ class Reducer(Backward):
             self.weights.count()
 
     def expect_after_transform(self, *, local: bool) -> None:
-        """Prepare late for a forward in a transform of `torch.func`.
-
-        Its results usually have no backward. The backward is prepared when it begins.
-
-        Args:
-            local: If True, that backward is not reduced.
-        """
+        """Prepare late for a forward in a `torch.func` transform; not at all if it is `local`."""
+        # Its results usually have no backward. The backward is prepared when it begins.
         self.weights.on_forward()
         self.prepare_late = None if local else weakref.WeakMethod(self.prepare)
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
-        """Let a backward begin at the outputs of a forward that ran within the reduced backward.
-
-        Nothing was prepared for that forward. A non-reentrant checkpoint needs only the saved
-        tensors. A reentrant one runs a backward through these outputs, which ends the running
-        backward and is reduced instead.
-        """
+        """Let a backward begin at the outputs of a forward that ran within the reduced backward."""
+        # Nothing was prepared for that forward. A non-reentrant checkpoint needs only the saved
+        # tensors. A reentrant one runs a backward through these outputs, which ends the running
+        # backward and is reduced instead.
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self), nested=True))
@@ -355,11 +303,8 @@ class Reducer(Backward):
 
     @property
     def in_backward(self) -> bool:
-        """True within the backward that is reduced: in a checkpoint or a hook.
-
-        The backward may not have reached the outputs yet if a checkpoint contains more than the
-        module.
-        """
+        """True within the backward that is reduced: in a checkpoint or a hook."""
+        # it may not have reached the outputs yet if a checkpoint contains more than the module
         begun = self.running or self.state is BackwardState.EXPECTED
         return begun and torch._C._current_graph_task_id() != -1
 
@@ -394,11 +339,9 @@ class Reducer(Backward):
     # -- PyTorch's names ---------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
-        """Call `prepare`, then `expect` with these tensors: a loss, or a forward's outputs.
-
-        The name is that in PyTorch's reducer. Programs call it if several forwards under `no_sync`
-        have one backward that is reduced, or if one forward has several backwards.
-        """
+        """Call `prepare`, then `expect` with these tensors: a loss, or a forward's outputs."""
+        # The name is that in PyTorch's reducer. Programs call it if several forwards under
+        # `no_sync` have one backward that is reduced, or if one forward has several backwards.
         self.prepare()
         self.expect(outputs)
 
@@ -427,16 +370,14 @@ def on_output(
 
 @runs_outside_contexts
 def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
-    """Begin the backward of a forward under `no_sync`, and count its weight.
-
-    While the backward of another forward is expected, the gradients of this one do not belong to
-    it. `step` is the last step prepared before the forward: a program may also prepare the backward
-    of this forward by hand.
-    """
+    """Begin the backward of a forward under `no_sync`, and count its weight."""
     backward = reference()
     if backward is None:
         return
     backward.weights.on_backward()
+    # While the backward of another forward is expected, the gradients of this one do not belong to
+    # it. `step` is the last step prepared before the forward: a program may also prepare the
+    # backward of this forward by hand.
     if backward.state is BackwardState.EXPECTED and backward.step == step:
         local = _LocalBackward(backward)
         torch.autograd.Variable._execution_engine.queue_callback(local)
@@ -467,10 +408,8 @@ tokenizer with all of its words."""
 
 
 def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object of another class, such as a distribution, at any level.
-
-    The nearest tensors come first. No code of the objects runs; they may form cycles.
-    """
+    """Yield the tensors in an object of another class, such as a distribution, nearest first."""
+    # no code of the objects runs; they may form cycles
     level, count = [value], 0
     for _ in range(_DEPTH):
         held = [object.__getattribute__(v, "__dict__") for v in level if _may_hold(v)]
@@ -509,19 +448,14 @@ def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[
 
 
 def beginnings(output: Any, since: int) -> Iterator[Tensor]:
-    """Yield the tensors at which a backward through a forward's output may begin.
-
-    A view that is written in place (the result of `squeeze`, by `out += 1`) gets a new node,
-    without its hooks. Backward then reaches the base of the view, which is therefore included.
-
-    Args:
-        output: Output of the forward.
-        since: Sequence number of autograd when the forward began.
-    """
+    """Yield the tensors at which a backward through a forward's output may begin."""
+    # `since` is autograd's sequence number when the forward began.
     seen: set[int] = set()
     for leaf in leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
+            # A view that is written in place (the result of `squeeze`, by `out += 1`) gets a new
+            # node, without its hooks. Backward then reaches the base of the view.
             base = leaf._base if leaf.requires_grad else None
             other: Iterable[Tensor] = () if base is None else (base,)
         else:
@@ -532,16 +466,11 @@ def beginnings(output: Any, since: int) -> Iterator[Tensor]:
 
 
 def with_own_nodes(output: Any, since: int) -> Any:
-    """Return the output of a forward, with views instead of tensors that it passed through.
-
-    Such a tensor is an input of the forward, or an output of an inner module. A backward reaches
-    the outputs of several modules in the same order on every rank only if each output has a node
-    made by its forward, even on ranks whose forward does nothing.
-
-    Args:
-        output: Output of the forward.
-        since: Sequence number of autograd when the forward began.
-    """
+    """Return a forward's output, with views instead of tensors that it passed through."""
+    # Such a tensor is an input of the forward, or an output of an inner module. A backward reaches
+    # the outputs of several modules in the same order on every rank only if each output has a node
+    # made by its forward, even on ranks whose forward does nothing. `since` is autograd's sequence
+    # number when the forward began.
 
     def is_other(t: Tensor) -> bool:
         if not t.requires_grad or t.layout != torch.strided:

@@ -50,34 +50,18 @@ class Forward:
 
 
 class Forwards:
-    """Counter of skipped forwards: a backward reached a later forward, but never these.
+    """Counter of skipped forwards: a backward reached a later forward, but never these."""
 
-    A rank that continues with its next batch after a forward, for instance because its loss is NaN,
-    is a step ahead of the others from then on. Forwards that a program runs only for their result
-    are not counted: a forward before the first reduction, one whose outputs are released before
-    the next forward ends (the loss of a step is still in a variable then), and one whose outputs
-    are kept until after the step.
-
-    If a program chooses among several forwards, ranks skip different numbers of forwards, but run
-    equally many: ranks are in different steps only if both numbers differ.
-
-    Attributes:
-        skipped: Number of forwards skipped in the steps reduced so far.
-
-    Example:
-        >>> forwards = Forwards()
-        >>> forwards.commit()  # the first step
-        >>> forwards.begin() and None  # the result is not kept
-        >>> first, second = forwards.begin(), forwards.begin()
-        >>> forwards.reach(second.number)
-        >>> forwards.count()  # the first forward's graph may still be part of the loss
-        (0, 3)
-        >>> del first
-        >>> forwards.count()
-        (1, 3)
-    """
+    # A rank that continues with its next batch after a forward, for instance because its loss is
+    # NaN, is a step ahead of the others from then on. Forwards that a program runs only for their
+    # result are not counted: a forward before the first reduction, one whose outputs are released
+    # before the next forward ends (the loss of a step is still in a variable then), and one whose
+    # outputs are kept until after the step. If a program chooses among several forwards, ranks skip
+    # different numbers of forwards, but run equally many: ranks are in different steps only if both
+    # numbers differ.
 
     def __init__(self) -> None:
+        # `skipped`: forwards skipped in the steps reduced so far
         self.skipped = self._last = self._reached = self._first = 0
         self._open: dict[int, weakref.ref[Forward]] = {}
         self._counting = False
@@ -116,33 +100,29 @@ class Forwards:
         self._open.clear()
 
     def _gone(self) -> int:
+        # a forward whose outputs are still referenced may be part of the loss
         return sum(ref() is None for number, ref in self._open.items() if number < self._reached)
 
 
 class Tally(NamedTuple):
-    """One rank's numbers, or their sums over the ranks.
+    """One rank's numbers, or their sums over the ranks."""
 
-    They are sent after the gradients of a float32 or float64 bucket, in its dtype, or in a separate
-    message, in float64. The default dtype is not used: in bfloat16, 300 ranks count as 296 or 304,
-    and in float16 a weight of 70,000 is infinite. Sums of integers over the ranks must stay below
-    2**24, from where float32 rounds them. A rank that takes part in a backward with zero gradients
-    adds zeros.
+    # They are sent after the gradients of a float32 or float64 bucket, in its dtype, or in a
+    # separate message, in float64. The default dtype is not used: in bfloat16, 300 ranks count as
+    # 296 or 304, and in float16 a weight of 70,000 is infinite. Sums of integers over the ranks
+    # must stay below 2**24, from where float32 rounds them. A rank that takes part in a backward
+    # with zero gradients adds zeros.
 
-    Attributes:
-        weight: Weight of the accumulated gradients.
-        weighted: 1 on a rank that gave a weight.
-        unweighted: 1 on a rank that takes part and gave none.
-        skipped: Training forwards that no backward has reached, see `Forwards`.
-        skipped_squared: Square of `skipped`.
-        begun: All training forwards.
-        begun_squared: Square of `begun`.
-    """
-
+    # of the accumulated gradients
     weight: float = 0.0
+    # 1 on a rank that gave a weight
     weighted: float = 0.0
+    # 1 on a rank that takes part and gave none
     unweighted: float = 0.0
+    # training forwards that no backward has reached, see `Forwards`
     skipped: float = 0.0
     skipped_squared: float = 0.0
+    # all training forwards
     begun: float = 0.0
     begun_squared: float = 0.0
 
@@ -189,25 +169,18 @@ def _usual(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Weights of one rank's gradients.
+    """Weights of one rank's gradients."""
 
-    Args:
-        parameters: Parameters of the reducer.
-        nodes: Nodes that accumulate the parameters' gradients.
-
-    Attributes:
-        fail: Function that ends the backward on every rank, and raises.
-        given: Weight of arriving gradients; None for 1, and then no rank may give a weight.
-        total: Sum of the weights whose gradients have accumulated since the last reduction.
-    """
-
+    # ends the backward on every rank, and raises
     fail: Callable[[Exception], NoReturn]
 
     def __init__(self, parameters: Sequence[Parameter], nodes: Sequence[Any]) -> None:
         self._parameters, self._nodes = parameters, nodes
         self._lock = threading.Lock()  # autograd runs one thread per device
         self._handles: list[Any] = []
+        # weight of arriving gradients; None for 1, and then no rank may give a weight
         self.given: float | None = None
+        # sum of the weights whose gradients have accumulated since the last reduction
         self.total = 0.0
         self._used = self._counted = False  # by a backward; in the total
         self._accumulated: set[int] = set()
@@ -368,30 +341,21 @@ def accumulation_node(parameter: Tensor) -> Any:
 
 
 class Usage:
-    """Parameters used on this rank and on any rank.
-
-    Args:
-        parameters: Parameters of the reducer.
-        nodes: Nodes that accumulate the parameters' gradients.
-        options: Options of the reducer.
-
-    Attributes:
-        static: True if unused parameters are determined in the first backward only.
-        find_unused: True if they are determined in each backward.
-        nodes: Nodes that accumulate the parameters' gradients.
-        touched: Parameters that got a gradient since the last reduction, including in `no_sync`.
-        counts: Number of arrivals of each gradient, in a static graph from its first backward on.
-        unused: Parameters known to be used on no rank.
-    """
+    """Parameters used on this rank and on any rank."""
 
     def __init__(
         self, parameters: Sequence[Parameter], nodes: Sequence[Any], options: ReducerOptions
     ) -> None:
+        # nodes accumulate the parameters' gradients
         self._count, self.nodes, self._parameters = len(nodes), nodes, parameters
+        # static: unused parameters are determined in the first backward only; find_unused: in each
         self.static = options.static_graph
         self.find_unused = options.find_unused_parameters and not self.static
+        # parameters that got a gradient since the last reduction, including in `no_sync`
         self.touched: set[int] = set()
+        # number of arrivals of each gradient, in a static graph from its first backward on
         self.counts: dict[int, int] = {}
+        # parameters known to be used on no rank
         self.unused: frozenset[int] = frozenset()
 
     @property
@@ -440,11 +404,9 @@ class Usage:
         return True
 
     def converted(self, indices: Iterable[int]) -> list[int]:
-        """Return the parameters that got a gradient from another node than the registered one.
-
-        `Module.to` with another dtype or device and `swap_tensors` keep the parameter, but give it
-        a new node, which has none of the reducer's hooks.
-        """
+        """Return the parameters that got a gradient from another node than the registered one."""
+        # `Module.to` with another dtype or device and `swap_tensors` keep the parameter, but give
+        # it a new node, which has none of the reducer's hooks.
         left = ((i, self.nodes[i], self._parameters[i]) for i in indices)
         return [
             i
