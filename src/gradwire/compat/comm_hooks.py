@@ -168,13 +168,7 @@ RETURNS = (torch.futures.Future[Tensor], torch.futures.Future[Any], HookReturn, 
 
 
 def adapt_hook(state: object, hook: Any) -> Any:
-    """Wrap a hook so that its exceptions keep their class; return other objects unchanged.
-
-    Raises:
-        RefusedError: The hook's annotations are wrong; a ValueError with PyTorch's message.
-        ArgumentTypeError: `hook` is not a hook.
-        ArgumentError: The state given with a `StatefulHook` is not its own.
-    """
+    """Wrap a hook so that its exceptions keep their class; return other objects unchanged."""
     if isinstance(hook, StatefulHook):
         bind_hook(state, hook)
         return StatefulErrorPreservingHook(hook)

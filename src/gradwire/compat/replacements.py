@@ -25,19 +25,14 @@ from gradwire.errors import ArgumentError, BoundEarlyWarning, ReductionError
 
 @dataclass(frozen=True)
 class Replacement:
-    """Object of gradwire, and the names that it is assigned to.
-
-    Attributes:
-        value: Object of gradwire.
-        name: Name in PyTorch.
-        modules: Modules of PyTorch that export it under that name.
-        wherever_loaded: True to replace it in all loaded modules of PyTorch, besides `modules`,
-            which may not have been imported yet.
-    """
+    """Object of gradwire, and the names that it is assigned to."""
 
     value: object
+    # Name in PyTorch, and the modules of PyTorch that export it under that name.
     name: str
     modules: tuple[str, ...]
+    # True to replace it in all loaded modules of PyTorch, besides `modules`, which may not have
+    # been imported yet.
     wherever_loaded: bool = False
 
 
@@ -96,14 +91,10 @@ SHOWN = 8
 
 
 def modules_holding(objects: Iterable[object]) -> dict[str, list[str]]:
-    """Return modules, other than PyTorch's and gradwire's, that have one of the objects.
-
-    Values in `vars(module)` are compared by identity, without running `__getattr__`. This takes
-    30 ms with torch and seven frameworks imported (6,100 modules, and 178,000 names outside torch).
-
-    Returns:
-        A dict from module names to the names of the objects in them.
-    """
+    """Return the names of the objects in modules other than PyTorch's and gradwire's."""
+    # Values in `vars(module)` are compared by identity, without running `__getattr__`. This takes
+    # 30 ms with torch and seven frameworks imported (6,100 modules, and 178,000 names outside
+    # torch).
     ids = {id(value) for value in objects}
     found: dict[str, list[str]] = {}
     seen: set[int] = set()
@@ -189,16 +180,10 @@ def with_phrase(text: str, phrase: str | None) -> str:
 def unfinished_reduction(
     error: ReductionError, rank: int, names: Sequence[str], *, static: bool
 ) -> ReductionError:
-    """Return the error for a backward that skipped parameters, with PyTorch's message.
-
-    Args:
-        error: Error of gradwire; its `parameters` received no gradient.
-        rank: Rank in the group.
-        names: Names of all parameters, in the order of PyTorch's parameter indices.
-        static: True if static_graph is set.
-    """
+    """Return the error for a backward that skipped parameters, with PyTorch's message."""
     if not error.parameters:
         return error
+    # `names` has all parameters, in the order of PyTorch's parameter indices.
     indices = " ".join(str(names.index(name)) for name in error.parameters)
     lacking = f"{NAMES} {rank}: {', '.join(error.parameters)}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:
