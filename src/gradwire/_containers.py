@@ -29,19 +29,15 @@ _BUILTIN = {tuple, list, dict, OrderedDict, defaultdict, deque}
 
 @dataclasses.dataclass(frozen=True)
 class OneLevel:
-    """Container, flattened by one level.
+    """Container, flattened by one level."""
 
-    Attributes:
-        keys: Key of each child. Two containers match if their types and keys are equal. A range if
-            children are identified by position.
-        children: Children, in the order of the keys.
-        unflatten: Function that builds a container of the same type from other children.
-        context: Context of a pytree node whose children have no known keys. It may identify them.
-    """
-
+    # Key of each child. Two containers match if their types and keys are equal. A range if children
+    # are identified by position.
     keys: Sequence[Hashable]
     children: Sequence[Any]
+    # Builds a container of the same type from other children.
     unflatten: Unflatten
+    # Context of a pytree node whose children have no known keys. It may identify them.
     context: Any = None
 
 
@@ -90,30 +86,19 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers.
-
-    Example:
-        >>> list(tensors_in({"a": (torch.tensor(1), [2, torch.tensor(3)])}))
-        [tensor(1), tensor(3)]
-    """
+    """Yield the tensors in nested containers."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to the tensors in nested containers.
-
-    Containers in which a tensor changes are rebuilt. All other containers and leaves remain the
-    same objects.
-
-    Example:
-        >>> map_tensors(lambda t: t + 1, (torch.tensor(1), {"a": [torch.tensor(2)]}))
-        (tensor(2), {'a': [tensor(3)]})
-    """
+    """Apply a function to the tensors in nested containers."""
     if isinstance(value, Tensor):
         return function(value)
     flattened = flatten_one_level(value)
     if flattened is None:
         return value
+    # Containers in which a tensor changes are rebuilt. All other containers and leaves remain the
+    # same objects.
     new = [map_tensors(function, child) for child in flattened.children]
     if all(a is b for a, b in zip(new, flattened.children, strict=True)):
         return value
@@ -200,10 +185,7 @@ def _key_of(entry: Any) -> Any:
 
 
 def _keys(value: Any, children: Sequence[Any], context: Any = None) -> Sequence[Hashable]:
-    """Return the keys of a registered type's children, or a range if they are unknown.
-
-    The keys of a dict-like type are its context, or those of a mapping to the children.
-    """
+    """Return the keys of a registered type's children, or a range if they are unknown."""
     if isinstance(context, list | tuple) and _are_keys(context, len(children)):
         return tuple(context)
     if isinstance(value, Mapping) and [*map(id, value.values())] == [*map(id, children)]:
@@ -266,15 +248,10 @@ def _sequence(value: Any, children: Sequence[Any], new: Sequence[Any]) -> Any:
 
 
 def _mapping(value: Any, keys: Sequence[Any], children: Sequence[Any], new: Sequence[Any]) -> Any:
-    """Return a mapping of the same type and attributes with other values.
-
-    Subclasses may reject some methods, store entries as attributes too, or have a constructor with
-    other parameters. Several ways are therefore tried, and the result is verified.
-
-    Raises:
-        ArgumentTypeError: The type cannot be rebuilt.
-    """
+    """Return a mapping of the same type and attributes with other values."""
     items = dict(zip(keys, new, strict=True))
+    # Subclasses may reject some methods, store entries as attributes too, or have a constructor
+    # with other parameters. Several ways are therefore tried, and the result is verified.
     ways: tuple[Callable[[Any, dict[Any, Any]], Any], ...] = (_copy_and_set, _new_and_update)
     if not isinstance(value, dict | UserDict):
         ways = (lambda value, items: type(value)(items), _copy_and_set)

@@ -17,15 +17,7 @@ _ROWS = 4096
 
 
 def digest(tensors: Iterable[Tensor]) -> bytes:
-    """Return 32 bytes that depend on each bit of dense tensors, and on its place.
-
-    Example:
-        >>> a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
-        >>> digest([a]) == digest([a.clone()]), digest([a]) == digest([b])
-        (True, False)
-        >>> digest([a]) == digest([a.flip(0)])
-        False
-    """
+    """Return 32 bytes that depend on each bit of dense tensors, and on its place."""
     sums: dict[torch.device, list[Tensor]] = {}
     small: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -47,10 +39,7 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _weighted_sums(in_bytes: Tensor) -> Tensor:
-    """Return weighted sums of a tensor's rows of int64, modulo 2^64.
-
-    Weights are odd, and so invertible: equal rows at other places have another sum.
-    """
+    """Return weighted sums of a tensor's rows of int64, modulo 2^64."""
     device = in_bytes.device
     whole = in_bytes.numel() // _ROW_BYTES * _ROW_BYTES
     last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)
@@ -58,6 +47,7 @@ def _weighted_sums(in_bytes: Tensor) -> Tensor:
     total = last.view(torch.int64)
     rows = in_bytes[:whole].view(torch.int64).view(-1, _COLUMNS)
     many = _ROWS if device.type == "cpu" else 16 * _ROWS  # launches cost more on accelerators
+    # Odd, and so invertible: equal rows at other places have another sum.
     weights = 2 * torch.arange(min(many, len(rows)), dtype=torch.int64, device=device)[:, None] + 1
     for chunk in rows.split(many):
         total = 31 * total + (chunk * weights[: len(chunk)]).sum(0)

@@ -18,23 +18,15 @@ SLACK_SECONDS = 1.0
 
 
 def is_transport(error: BaseException) -> bool:
-    """Return True if the type of a collective's error says that its transport failed.
-
-    Gloo raises a plain RuntimeError, torch.distributed a DistError, shm gradwire's own types.
-    Errors of other types, such as NotImplementedError for a dtype or OutOfMemoryError, do not
-    concern other ranks.
-    """
+    """Return True if the type of a collective's error says that its transport failed."""
+    # Gloo raises a plain RuntimeError, torch.distributed a DistError, shm gradwire's own types.
+    # Errors of other types, such as NotImplementedError for a dtype or OutOfMemoryError, do not
+    # concern other ranks.
     return isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError
 
 
 def backend_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
-    """Return gradwire's error for one that a backend raised during a collective.
-
-    Args:
-        error: The backend's error.
-        what: Description of the collective, for the message.
-        timed_out: True if the backend's timeout had elapsed.
-    """
+    """Return gradwire's error for one that a backend raised during the collective `what`."""
     if isinstance(error, DistributedError):  # of shm
         return type(error)(f"{what}: {error}")
     kind = CollectiveTimeoutError if timed_out else PeerLostError
@@ -44,12 +36,7 @@ def backend_failure(error: BaseException, what: str, *, timed_out: bool) -> Dist
 
 
 def is_over(since: float, timeout: float) -> bool:
-    """Return True if a backend's timeout for a collective started at `since` has elapsed.
-
-    Args:
-        since: `time.monotonic()` right after the start.
-        timeout: The group's timeout in seconds.
-    """
+    """Return True if a backend's timeout for a collective started at `since` has elapsed."""
     return time.monotonic() - since >= timeout - min(SLACK_SECONDS, timeout / 10)
 
 

@@ -20,15 +20,13 @@ _LIMIT_SECONDS = 2.0
 
 
 def await_gloo_threads() -> None:
-    """Wait until all threads of Gloo in this process are idle or wait for other ranks.
-
-    This thread sleeps between two looks, so that the GIL is free: a thread that needs it is seen
-    running or has run in between. Return after 2 s in any case, because a collective that nobody
-    waited for may not end. Without /proc, return at once.
-    """
+    """Wait until all threads of Gloo in this process are idle or wait for other ranks."""
+    # Without /proc, return at once; return after 2 s in any case, because a collective that nobody
+    # waited for may not end.
     until = time.monotonic() + _LIMIT_SECONDS
     before = _look()
     while before and time.monotonic() < until:
+        # The GIL is free meanwhile: a thread that needs it is seen running or has run in between.
         time.sleep(_PAUSE_SECONDS)
         now = _look()
         if now == before and all(asleep for asleep, _ in now.values()):

@@ -35,12 +35,7 @@ _TEMPORARY: WeakSet[ProcessGroup] = WeakSet()
 
 
 def check_group(group: object, name: str = "group") -> ProcessGroup:
-    """Return the group if this rank is a member of it.
-
-    Raises:
-        ArgumentTypeError: Not a process group.
-        ArgumentError: This rank is outside the group.
-    """
+    """Return the group if this rank is a member of it."""
     if isinstance(group, ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -60,11 +55,7 @@ def mark_temporary(group: ProcessGroup) -> None:
 
 
 def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
-    """Raise if an elastic run will replace a group.
-
-    Raises:
-        NotSupportedError: It will.
-    """
+    """Raise if an elastic run will replace a group."""
     if group in _TEMPORARY:
         raise NotSupportedError(
             f"{name} is the group of an elastic run, which has another one in each generation: "
@@ -74,11 +65,7 @@ def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
 
 
 def default_group(name: str) -> ProcessGroup:
-    """Return the default group, for an argument of this name that is None.
-
-    Raises:
-        ArgumentError: There is none.
-    """
+    """Return the default group, for an argument of this name that is None."""
     if not dist.is_initialized():
         raise ArgumentError(
             f"{name} is None and there is no default group: call "
@@ -92,11 +79,7 @@ def default_group(name: str) -> ProcessGroup:
 def rank_in_group(
     group: ProcessGroup, rank: int | None, group_rank: int | None, name: str
 ) -> int | None:
-    """Return the rank in the group for a global rank or a group rank; None if neither is given.
-
-    Raises:
-        ArgumentError: Both are given, or the rank is not in the group.
-    """
+    """Return the rank in the group for a global rank or a group rank; None if neither is given."""
     if rank is None:
         if group_rank is not None and not 0 <= group_rank < group.size():
             raise ArgumentError(
@@ -137,15 +120,7 @@ def find_store(group: ProcessGroup) -> Store | None:
 
 
 def store_of(group: ProcessGroup, use: str) -> Store:
-    """Return the group's store.
-
-    Args:
-        group: The group.
-        use: Purpose of the store, for the error message.
-
-    Raises:
-        NotSupportedError: It has none.
-    """
+    """Return the group's store; raise if it has none, with its use in the message."""
     store = find_store(group)
     if store is None:
         raise NotSupportedError(
@@ -156,19 +131,11 @@ def store_of(group: ProcessGroup, use: str) -> Store:
 
 
 def destroy_in_thread(owner: object, backend: object) -> Callable[[], object]:
-    """Keep a backend until its owner is gone, and then destroy it on a thread of its own.
-
-    The destructor of Gloo's backend joins threads, which may be in a collective until it times out.
-    It would otherwise run wherever the last reference is dropped: in the training loop, usually.
-    No thread destroys it when the interpreter exits.
-
-    Args:
-        owner: The process group, or another object through which alone the backend is used.
-        backend: The backend. The caller drops its own references before the owner's.
-
-    Returns:
-        A function that destroys the backend now.
-    """
+    """Destroy a backend on a thread when its owner is gone; return a function that does it now."""
+    # The destructor of Gloo's backend joins threads, which may be in a collective until it times
+    # out. It would otherwise run wherever the last reference is dropped: in the training loop,
+    # usually. The backend is used through its owner alone, and the caller drops its own references
+    # before the owner's. No thread destroys it when the interpreter exits.
     finalizer = finalize(owner, _start, box := [backend])
     finalizer.atexit = False
     box.append(finalizer)
@@ -197,11 +164,9 @@ def _leak(box: list[Any]) -> None:
 
 @atexit.register
 def _leak_all() -> None:
-    """Keep what is left: the interpreter would destroy it on the main thread while it exits.
-
-    Wait up to 2 s for backends that are being destroyed. The process aborts if Python ends a thread
-    that needs the GIL in a destructor.
-    """
+    """Keep what is left: the interpreter would destroy it on the main thread while it exits."""
+    # Wait up to 2 s for backends that are being destroyed. The process aborts if Python ends a
+    # thread that needs the GIL in a destructor.
     until = time.monotonic() + EXIT_SECONDS
     while time.monotonic() < until and any(f.peek() is None for f in list(_BACKENDS)):
         time.sleep(0.001)
@@ -220,21 +185,9 @@ def values_of_ranks(
     check: Callable[[], None] = lambda: None,
     poll: float = 0.5,
 ) -> list[bytes]:
-    """Return what the first `count` ranks set as "key/rank", read in one request.
-
-    Args:
-        store: Store used by the group alone.
-        key: First part of the keys.
-        count: Number of ranks.
-        doing: Verb phrase for the message about ranks that set nothing ("join the group").
-        timeout: Timeout for all ranks; at most, and by default, that of the store.
-        check: Function called while ranks are missing; its exceptions propagate.
-        poll: Seconds between two calls of `check`.
-
-    Raises:
-        CollectiveTimeoutError: Ranks set nothing within the timeout.
-        PeerLostError: The rank whose process has the store is gone.
-    """
+    """Return the values that the first `count` ranks set as "key/rank", read in one request."""
+    # Only the group uses the store, whose timeout is the default and the most. While ranks are
+    # missing, `check` is called every `poll` seconds; its exceptions propagate.
     if not count:
         return []
     keys = [f"{key}/{rank}" for rank in range(count)]

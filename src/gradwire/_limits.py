@@ -15,15 +15,9 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Return the cores that processes may use together, by their affinities and this one's quotas.
-
-    Args:
-        others: Other processes; those that have ended, or have no pid in this process's namespace
-            (0), do not count.
-        proc: Mount point of procfs.
-        cgroups: Mount point of the cgroups' file system.
-    """
+    """Return the cores that processes may use together, by affinities and this one's quotas."""
     usable = os.sched_getaffinity(0)
+    # Processes that have ended, or have no pid in this process's namespace (0), do not count.
     for process in others:
         with suppress(OSError):
             usable |= os.sched_getaffinity(process)
@@ -42,21 +36,15 @@ def _quota(folder: Path) -> float | None:
 
 
 def _folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its ancestors.
-
-    In a container the path in /proc may be that of the host, which does not exist inside. The
-    mounted root is then the container's own cgroup.
-
-    Args:
-        controller: Name of the kernel's controller, such as "cpu"; version 2 has one tree for all.
-        proc: Mount point of procfs.
-        cgroups: Mount point of the cgroups' file system.
-    """
+    """Yield the folders of this process's cgroup and its ancestors."""
     for line in _text_of(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one tree for all controllers.
         if not controllers or controller in controllers.split(","):
             root = cgroups / controllers
             folder = root / path.lstrip("/")
+            # In a container the path in /proc may be that of the host, which does not exist inside.
+            # The mounted root is then the container's own cgroup.
             yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root))
 
 
@@ -96,16 +84,7 @@ _CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 
 
 
 def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-    """Raise unless `size` more bytes can be allocated; limits that cannot be read are ignored.
-
-    Args:
-        size: Number of bytes.
-        proc: Mount point of procfs.
-        cgroups: Mount point of the cgroups' file system.
-
-    Raises:
-        MemoryError: The host or a cgroup has less, as the message says.
-    """
+    """Raise unless `size` more bytes can be allocated; ignore limits that cannot be read."""
     if size < _CHECKED_FROM:
         return
     host = {name: kib << 10 for name, kib in _table(proc / "meminfo").items()}

@@ -82,12 +82,7 @@ def this_process() -> str:
 
 
 def is_alive(process: str) -> bool:
-    """Return True if a process is running, or if it is on another host and cannot be checked.
-
-    Example:
-        >>> is_alive(this_process())
-        True
-    """
+    """Return True if a process is running, or if it is on another host and cannot be checked."""
     host, pid, started = json.loads(process)
     return host is None or host != _host() or _started(pid) == started
 
@@ -132,10 +127,8 @@ def end_when_closed(descriptor: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends; `exec` keeps this.
-
-    Usable between fork and exec: it imports and allocates nothing.
-    """
+    """Have Linux kill this process when the thread that started it ends; `exec` keeps this."""
+    # Usable between fork and exec: it imports and allocates nothing.
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -144,11 +137,7 @@ def end_with_parent() -> None:
 
 
 class Deadline:
-    """Point in time by which an operation must end.
-
-    Args:
-        seconds: Seconds from now; None for no limit.
-    """
+    """Point in time, `seconds` from now, by which an operation must end; None for no limit."""
 
     __slots__ = ("_end", "seconds")
 

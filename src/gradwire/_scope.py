@@ -28,11 +28,9 @@ def in_transform() -> bool:
 
 @contextmanager
 def outside_contexts() -> Iterator[None]:
-    """Leave transforms, inference mode, autocast, the default device and `__torch_function__`.
-
-    Grad mode is unchanged. The modes of `__torch_dispatch__` stay active because tensor subclasses
-    need them.
-    """
+    """Leave transforms, inference mode, autocast, the default device and `__torch_function__`."""
+    # Grad mode is unchanged. The modes of `__torch_dispatch__` stay active because tensor
+    # subclasses need them.
     with ExitStack() as stack:
         if in_transform():
             stack.enter_context(temporarily_clear_interpreter_stack())

@@ -54,11 +54,9 @@ BROADCAST_BUFFERS_DEPRECATED: Final = _DDP_ARGUMENTS["broadcast_buffers"].defaul
 
 
 def narrowed_to_torchs_ddp(base: Callable[..., None]) -> Callable[..., Callable[..., None]]:
-    """Return a decorator that limits a constructor to the arguments that this PyTorch's DDP has.
-
-    Arguments are passed by name, and only if they are given. Others are refused. The signature has
-    this PyTorch's defaults.
-    """
+    """Return a decorator that limits a constructor to the arguments that this PyTorch's DDP has."""
+    # Arguments are passed by name, and only if they are given. Others are refused. The signature
+    # has this PyTorch's defaults.
     names = inspect.signature(base).parameters
     signature = inspect.Signature([_DDP_ARGUMENTS[n] for n in names if n in _DDP_ARGUMENTS])
 
@@ -86,13 +84,11 @@ PYTHON_BACKENDS: Final = _can_be_made()
 
 
 def is_done(work: Work) -> bool:
-    """Return True if a collective has ended, with or without an error.
-
-    PyTorch wraps the works of a Python backend in an object that forwards only `wait` and
-    `get_future`: its `is_completed` is always False.
-    """
+    """Return True if a collective has ended, with or without an error."""
     if work.is_completed():
         return True
+    # PyTorch wraps the works of a Python backend in an object that forwards only `wait` and
+    # `get_future`: its `is_completed` is always False.
     if not PYTHON_BACKENDS or type(work) is not Work:
         return False
     try:
@@ -106,13 +102,11 @@ _NAMES = threading.local()
 
 @contextmanager
 def group_named(name: str) -> Iterator[None]:
-    """Make torch.distributed give this name to the groups that this thread creates.
-
-    A group that only its own ranks make has a name with the number of groups that each of them is
-    in or, from 2.15 on, has made: ranks for which it differs wait for each other under different
-    names. From 2.15 on, other ranks have then made fewer, and the next group that all ranks make
-    has different names, too.
-    """
+    """Make torch.distributed give this name to the groups that this thread creates."""
+    # A group that only its own ranks make has a name with the number of groups that each of them is
+    # in or, from 2.15 on, has made: ranks for which it differs wait for each other under different
+    # names. From 2.15 on, other ranks have then made fewer, and the next group that all ranks make
+    # has different names, too.
     c10d = dist.distributed_c10d
     torchs = c10d._process_group_name
     if not hasattr(torchs, "_gradwire"):
@@ -131,10 +125,8 @@ def group_named(name: str) -> Iterator[None]:
 
 
 def outside_graphs(cls: type[Any]) -> type[Any]:
-    """Let torch.compile call a class's methods, and what they call, instead of tracing them.
-
-    torch.compiler.disable would do the same, but imports the compiler, which takes a second.
-    """
+    """Let torch.compile call a class's methods, and what they call, instead of tracing them."""
+    # torch.compiler.disable would do the same, but imports the compiler, which takes a second.
     for base in cls.__mro__:
         for method in vars(base).values():
             if isinstance(method, FunctionType):
@@ -192,11 +184,8 @@ _ANALYSED = (
 
 
 def torchs_flight_records(*, stacks: bool = True) -> list[bytes]:
-    """Return the pickled flight records of PyTorch: Gloo's, and NCCL's if it is in use.
-
-    Args:
-        stacks: Include the calls' stacks; resolving them takes most of a second the first time.
-    """
+    """Return the pickled flight records of PyTorch: Gloo's, and NCCL's if it is in use."""
+    # Resolving the calls' stacks takes most of a second the first time.
     c10d = torch._C._distributed_c10d
     found = []
     if hasattr(c10d, "_dump_fr_trace"):
@@ -227,10 +216,8 @@ def warn_if_untested(stacklevel: int = 2) -> None:
 
 
 def nested_forward_mode() -> AbstractContextManager[None]:
-    """Enable forward mode inside a function's `jvp`, for nested forward mode.
-
-    PyTorch calls a `jvp` with forward mode disabled: in `jacfwd` of `jacfwd`, its own operations
-    would be constant for the outer transform. Saved tensors still carry the inner transform's
-    tangents: remove those first.
-    """
+    """Enable forward mode inside a function's `jvp`, for nested forward mode."""
+    # PyTorch calls a `jvp` with forward mode disabled: in `jacfwd` of `jacfwd`, its own operations
+    # would be constant for the outer transform. Saved tensors still carry the inner transform's
+    # tangents: remove those first.
     return forward_ad._set_fwd_grad_enabled(True)
