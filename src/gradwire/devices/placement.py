@@ -30,8 +30,8 @@ def as_device(device: Device, name: str) -> torch.device:
             f"{name} is {device!r}, a {type(device).__name__}: give a torch.device, its string or "
             "an accelerator's index"
         )
-    current, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device, int):
+        current, count = _accelerators()
         if current is None or not 0 <= device < count:
             raise ArgumentError(
                 f"{name} is {device}, this machine has {count} accelerators: give an index from 0 "
@@ -44,6 +44,7 @@ def as_device(device: Device, name: str) -> torch.device:
         raise ArgumentError(f"{name} is {device!r}: {error}") from error
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
+    current, count = _accelerators()
     same = current is not None and current.type == found.type
     if found.type in _COUNTED and (found.index or 0) >= count * same:
         raise ArgumentError(
@@ -53,6 +54,11 @@ def as_device(device: Device, name: str) -> torch.device:
     if found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index() if same else 0)
     return found
+
+
+def _accelerators() -> tuple[torch.device | None, int]:
+    # not called for the CPU: counting may load the driver's library, each time anew
+    return torch.accelerator.current_accelerator(), torch.accelerator.device_count()
 
 
 def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
