@@ -194,11 +194,12 @@ def values_of_ranks(
     of_store: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
     timeout = of_store if timeout is None else min(timeout, of_store)
     now, seconds, pause = time.monotonic(), timeout.total_seconds(), 1e-4
-    deadline, next_check = now + seconds, now + poll
+    deadline = now + max(seconds, 0.02)  # others may be a few ms behind
+    next_check = now + poll
     try:
         while not store.check(keys):
             now = time.monotonic()
-            if now > deadline and pause >= 1e-2:  # others may be a few ms behind
+            if now > deadline:
                 missing = [rank for rank in range(count) if not store.check([keys[rank]])]
                 raise CollectiveTimeoutError(
                     f"ranks {missing} did not {doing} within {seconds:g} s"
