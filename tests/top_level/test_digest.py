@@ -36,6 +36,55 @@ def test_each_bit_and_its_place_count(rows: int) -> None:
     assert len({*found}) == len(found)
 
 
+def negated(x: Tensor, *indices: int) -> Tensor:
+    """Return a copy with the signs of some elements changed."""
+    y = x.clone()
+    y.view(-1)[list(indices)] *= -1
+    return y
+
+
+def bits(x: Tensor, *values: int) -> Tensor:
+    """Return a copy whose first elements have these bits."""
+    y = x.clone()
+    y.view(-1)[: len(values)] = torch.tensor(values, dtype=torch.int32).view(torch.float32)
+    return y
+
+
+@pytest.mark.parametrize("rows", [100, 1001, 3000])  # bytes: in one pass, alone, in several chunks
+def test_changes_that_cancel_in_sums(rows: int) -> None:
+    x = X.repeat(3, 1)[:rows]
+    ones = torch.ones_like(x)
+    one_row = negated(ones, *range(128))
+    shuffled = x.view(-1)[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))]
+    nan, other_nan, negative_nan = 0x7FC00000, 0x7FC00001, -0x400000
+    tensors = {
+        "itself": [x],
+        "all negated": [-x],
+        "two signs of a column": [negated(x, 1, 129)],
+        "two signs of a row": [negated(x, 0, 1)],
+        "signs far apart": [negated(x, 3, x.numel() - 125)],
+        "four signs": [negated(x, 1, 2, 129, 130)],
+        "rows swapped": [swapped(x, 1, rows - 1)],
+        "columns swapped": [swapped(x.t(), 0, 64).t()],
+        "elements permuted": [shuffled.view(x.shape)],
+        "ones": [ones],
+        "ones, a row negated": [one_row],
+        "ones, another row negated": [swapped(one_row, 0, 64)],
+        "moved by second differences": [bits(x, *(0x3F800000 + d for d in (1, -2, 1)))],
+        "0.0": [bits(x, 0, 0)],
+        "-0.0": [bits(x, -(1 << 31), -(1 << 31))],
+        "one -0.0": [bits(x, -(1 << 31), 0)],
+        "NaN": [bits(x, nan)],
+        "NaN with a payload": [bits(x, other_nan)],
+        "negative NaN": [bits(x, negative_nan)],
+        "pair": [x, ones],
+        "parameters swapped": [ones, x],
+    }
+    names: dict[bytes, str] = {}
+    for name, each in tensors.items():
+        assert names.setdefault(digest(each), name) == name
+
+
 def test_order_of_tensors_and_special_values() -> None:
     a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
     assert digest([a, b]) != digest([b, a])
