@@ -21,21 +21,22 @@ _FACTOR = 6364136223846793005  # 5 modulo 8: the powers differ in their last bit
 def digest(tensors: Iterable[Tensor]) -> bytes:
     """Return 32 bytes that depend on each bit of dense tensors, and on its place."""
     sums: dict[torch.device, list[Tensor]] = {}
-    small: dict[torch.device, list[Tensor]] = {}
+    rests: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for tensor in tensors:
             dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
             # A contiguous tensor may have any stride in a dim of size 1.
             flat = dense.as_strided((dense.numel(),), (1,))
-            if flat.data_ptr() % 8:  # cannot be viewed as int64
+            if flat.data_ptr() % 4:  # cannot be viewed as int32
                 flat = flat.clone()
             in_bytes = flat.view(torch.uint8)
-            if in_bytes.numel() < _SMALL_BYTES:  # one pass over many small tensors
-                small.setdefault(flat.device, []).append(in_bytes)
-            else:
-                sums.setdefault(flat.device, []).append(_weighted_sums(in_bytes))
-        for device, parts in small.items():
-            sums.setdefault(device, []).append(_weighted_sums(torch.cat(parts)))
+            whole = 0 if flat.nbytes < _SMALL_BYTES else flat.nbytes // _ROW_BYTES * _ROW_BYTES
+            if whole:
+                sums.setdefault(flat.device, []).append(_weighted_sums(in_bytes[:whole]))
+            rests.setdefault(flat.device, []).append(in_bytes[whole:])
+        for device, parts in rests.items():  # one pass over many small tensors
+            padding = parts[0].new_zeros(-sum(map(len, parts)) % _ROW_BYTES)
+            sums.setdefault(device, []).append(_weighted_sums(torch.cat([*parts, padding])))
         rows = [torch.stack(found).cpu() for found in sums.values()]  # one copy from each device
     return hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).digest()
 
@@ -53,11 +54,8 @@ def _weighted_sums(in_bytes: Tensor) -> Tensor:
     """Return weighted sums of a tensor's columns of int32, modulo 2^64."""
     # Numbers of 32 bits times weights of 64: a difference in the highest bit, a sign, still changes
     # 33 bits of the sum, at random. Those of two numbers cancel with a probability of 2^-33.
-    device = in_bytes.device
-    whole = in_bytes.numel() // _ROW_BYTES * _ROW_BYTES
-    last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)
-    last[: in_bytes.numel() - whole] = in_bytes[whole:]
-    total, weights = last.view(torch.int32).long(), _weights(device)
-    for chunk in in_bytes[:whole].view(torch.int32).view(-1, _COLUMNS).split(len(weights)):
+    weights = _weights(in_bytes.device)
+    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=in_bytes.device)
+    for chunk in in_bytes.view(torch.int32).view(-1, _COLUMNS).split(len(weights)):
         total = _FACTOR * total + (chunk * weights[: len(chunk)]).sum(0)
     return total

@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 _LARGE = 32 << 20
@@ -29,7 +28,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def advised(tensor: Tensor) -> Tensor:
-    """The tensor, whose memory is fresh and not yet written to."""
+    """Return a tensor whose memory is fresh and not yet written to."""
     size = tensor.numel() * tensor.element_size()
     if size >= _LARGE and tensor.device.type == "cpu" and (madvise := _madvise()):
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
@@ -37,24 +36,3 @@ def advised(tensor: Tensor) -> Tensor:
         # A kernel without huge pages refuses the advice: the memory is as good as before.
         madvise(start, end - start, _MADV_HUGEPAGE)
     return tensor
-
-
-def empty(
-    shape: tuple[int, ...] | torch.Size,
-    like: Tensor,
-    device: torch.device,
-    *,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    pinned: bool = False,
-) -> Tensor:
-    """Uninitialised memory of the dtype of `like`."""
-    result = torch.empty(
-        shape, dtype=like.dtype, device=device, memory_format=memory_format, pin_memory=pinned
-    )
-    return result if pinned else advised(result)
-
-
-def empty_like(tensor: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Uninitialised memory of a tensor's shape, dtype and, where it has no gaps, strides."""
-    result = torch.empty_like(tensor, device=device, pin_memory=pinned)
-    return result if pinned else advised(result)

@@ -230,18 +230,6 @@ def test_reduce_add_of_sparse_tensors() -> None:
     assert torch.equal(total.to_dense(), sum(t.to_dense() for t in inputs))
 
 
-def test_reduce_add_into_a_given_tensor() -> None:
-    inputs = [torch.randn(1 << 20) for _ in range(3)]
-    expected = inputs[0] + inputs[1] + inputs[2]
-    out = torch.empty(1 << 20)
-    assert reduce_add(inputs, out=out) is out
-    assert torch.equal(out, expected)
-    assert reduce_add(inputs[:1], out=out) is out
-    assert torch.equal(out, inputs[0])
-    assert reduce_add(inputs, out=inputs[0]) is inputs[0]
-    assert torch.equal(inputs[0], expected)
-
-
 @pytest.mark.parametrize("buffer_size", [1, 100, 10 << 20])
 def test_reduce_add_coalesced(places: list[str], buffer_size: int) -> None:
     tensors = mixed("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.devices import broadcast, gather, reduce_add, scatter
+from gradwire.devices import broadcast, gather, scatter
 from gradwire.errors import ArgumentError
 
 
@@ -136,6 +136,3 @@ def test_results_beside_each_other_in_one_matrix() -> None:
     gather([wide[:, :2], x[:, 2:], wide[:, :2]], dim=1, out=wide)
     assert torch.equal(wide, torch.cat([x, x[:, :2]], 1))
     assert scatter(x, out=[x[:2], x[2:]])[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
-    assert torch.equal(
-        reduce_add([x[:, :2].clone(), matrix[:, 2:]], out=matrix[:, :2])[0], x[0, 2:] + x[0, :2]
-    )

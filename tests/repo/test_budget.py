@@ -18,14 +18,14 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 
 BUDGET = {  # package: (code lines, files)
-    "": (969, 14),  # modules at the top level
+    "": (957, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1600, 8),
     "cli": (925, 10),
     "collectives": (2497, 10),
-    "compat": (854, 6),
+    "compat": (852, 6),
     "ddp": (4758, 22),
-    "devices": (1201, 6),
+    "devices": (1175, 6),
     "elastic": (2744, 13),
     "hooks": (916, 7),
     "local_sgd": (500, 3),

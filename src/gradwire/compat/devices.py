@@ -173,11 +173,6 @@ def _comm_gather(
     return ours.gather(tensors, dim, destination, out=out)
 
 
-def _reduce_add(inputs: Sequence[Tensor], destination: Device | None = None) -> Tensor:
-    """See gradwire.devices.reduce_add."""
-    return ours.reduce_add(inputs, destination)
-
-
 def _reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: Device | None = None,
@@ -190,7 +185,7 @@ def _reduce_add_coalesced(
 TABLE = (
     Replacement(as_runtime_error(ours.broadcast), "broadcast", _COMM),
     Replacement(as_runtime_error(ours.broadcast_coalesced), "broadcast_coalesced", _COMM),
-    Replacement(as_runtime_error(_reduce_add), "reduce_add", _COMM),
+    Replacement(as_runtime_error(ours.reduce_add), "reduce_add", _COMM),
     Replacement(as_runtime_error(_reduce_add_coalesced), "reduce_add_coalesced", _COMM),
     Replacement(as_runtime_error(ours.scatter), "scatter", _COMM),
     Replacement(as_runtime_error(_comm_gather), "gather", _COMM),

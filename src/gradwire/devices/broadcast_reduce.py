@@ -18,16 +18,13 @@ from torch.autograd import Function, forward_ad
 
 from gradwire._torch import nested_forward_mode
 from gradwire.devices import placement
-from gradwire.devices.copying import copies_coalesced, copy_into, sum_into, summed_coalesced
+from gradwire.devices.copying import copies_coalesced, copy_into, summed_coalesced
 from gradwire.devices.placement import (
     Device,
     as_destination,
     as_devices,
     check_apart,
-    check_writable,
     own_place,
-    same_place,
-    share_memory,
 )
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -128,9 +125,7 @@ def broadcast_coalesced(
     return broadcast_lists(found, places, buffer_size)
 
 
-def reduce_add(
-    inputs: Iterable[Tensor], destination: Device | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def reduce_add(inputs: Iterable[Tensor], destination: Device | None = None) -> Tensor:
     """Sum tensors of several devices.
 
     The inputs are summed in order, so that the bits of the result do not depend on the destination.
@@ -138,8 +133,6 @@ def reduce_add(
     Args:
         inputs: List of k tensors of one shape, dtype and layout, on any devices.
         destination: Device of the sum; the first input's device if None, the CPU if −1.
-        out: Tensor to write the sum into instead, on any device; no gradient is recorded. It may be
-            the first input, but must not share memory with the others.
 
     Returns:
         The sum. A single input is returned unchanged if it is on the destination.
@@ -147,8 +140,7 @@ def reduce_add(
     Adjoint: `broadcast` to the inputs' devices.
 
     Raises:
-        ArgumentError: There are no inputs, an input does not match the first, both `out` and
-            `destination` are given, or `out` does not match.
+        ArgumentError: There are no inputs, or an input does not match the first.
 
     Example:
         >>> reduce_add([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
@@ -156,24 +148,8 @@ def reduce_add(
     """
     found = placement.as_tensor_list(inputs, "inputs")
     placement.check_alike(found, "inputs")
-    if out is None:
-        home = as_destination(destination, found[0].device)
-        return reduce_lists([[t] for t in found], home)[0]
-    placement.check_no_destination(destination)
-    placement.check_out([out], [found[0].shape], found, ["out"])
-    check_writable(out, "out")
-    for i, tensor in enumerate(found):
-        if share_memory(out, tensor) and not (i == 0 and same_place(out, tensor)):
-            raise ArgumentError(
-                f"out shares memory with inputs[{i}]: that input would be overwritten before it "
-                "is read. Give a separate tensor, or inputs[0]"
-            )
-    with torch.no_grad():
-        if len(found) == 1 or out.layout != torch.strided:
-            out.copy_(reduce_lists([[t] for t in found], out.device)[0])
-        else:
-            sum_into(out, found)
-    return out
+    home = as_destination(destination, found[0].device)
+    return reduce_lists([[t] for t in found], home)[0]
 
 
 def reduce_add_coalesced(

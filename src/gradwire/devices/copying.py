@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradwire import _memory
+from gradwire._memory import advised
 from gradwire.buckets import memory_strides, plan_buckets, views
 from gradwire.devices.placement import own_place
 
@@ -59,13 +59,14 @@ def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 def _new_on(tensor: Tensor, device: torch.device) -> Tensor:
     # an accelerator writes to pinned host memory at full speed
-    return _memory.empty_like(tensor, device, pinned=has_streams(tensor.device) and device == HOST)
+    pinned = has_streams(tensor.device) and device == HOST
+    return advised(torch.empty_like(tensor, device=device, pin_memory=pinned))
 
 
 def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors of one dtype into a flat tensor; return it, and a view for each tensor."""
-    size = sum(t.numel() for t in tensors)
-    flat = _memory.empty((size,), tensors[0], tensors[0].device)
+    size, first = sum(t.numel() for t in tensors), tensors[0]
+    flat = advised(torch.empty(size, dtype=first.dtype, device=first.device))
     inside = views(flat, tensors)
     torch._foreach_copy_(inside, list(tensors))
     return flat, inside
@@ -185,13 +186,14 @@ def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
     first = tensors[0]
     shape = list(first.shape)
     shape[dim] = sum(t.shape[dim] for t in tensors)
-    result = _memory.empty(
-        torch.Size(shape),
-        first,
-        device,
+    result = torch.empty(
+        shape,
+        dtype=first.dtype,
+        device=device,
         memory_format=_common_format(tensors),
-        pinned=device == HOST and any(has_streams(t.device) for t in tensors),
+        pin_memory=device == HOST and any(has_streams(t.device) for t in tensors),
     )
+    advised(result)
     copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
     return result
 
@@ -244,7 +246,7 @@ def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
         for other in inputs[1:]:
             total = total + local(other, device)
         return total
-    result = _memory.empty_like(inputs[0], device)
+    result = advised(torch.empty_like(inputs[0], device=device))
     sum_into(result, inputs)
     return result
 
@@ -278,7 +280,8 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
             # in one transfer
             replicas[i] = views(copy_to(packed(tensors)[0], device), tensors)
     like = replicas[0]
-    flat = _memory.empty((sum(t.numel() for t in like),), like[0], device)
+    size = sum(t.numel() for t in like)
+    flat = advised(torch.empty(size, dtype=like[0].dtype, device=device))
     results = views(flat, like)
     for group in _groups(results):
         if len(group) == 1:

@@ -220,14 +220,6 @@ def chunk_sizes_of(size: int, places: int, chunk_sizes: Sequence[int] | None) ->
     return sizes
 
 
-def check_no_destination(destination: object) -> None:
-    """Raise if a destination is given together with `out`."""
-    if destination is not None:
-        raise ArgumentError(
-            f"destination is {destination!r} and out is given: omit one of 'destination' and 'out'"
-        )
-
-
 # --- overlap of memory ---
 
 
@@ -239,47 +231,40 @@ def check_apart(
 ) -> None:
     """Raise if copying each source into its result would overwrite another result or source."""
     for i, write in enumerate(writes):
-        check_writable(write, write_names[i])
+        # Several elements may share memory, as those of `expand` do.
+        if write.layout == torch.strided and torch._debug_has_internal_overlap(write) == 1:
+            raise ArgumentError(
+                f"{write_names[i]} has shape {tuple(write.shape)} and strides {write.stride()}, so "
+                "that elements share memory: give one that is not expanded"
+            )
         for j in range(i):
             # Results with the same name are parts of one tensor.
             # parts of one tensor are disjoint; comparing columns element by element would be slow
-            if write_names[i] != write_names[j] and share_memory(write, writes[j]):
+            if write_names[i] != write_names[j] and _share_memory(write, writes[j]):
                 raise ArgumentError(
                     f"{write_names[i]} shares memory with {write_names[j]}: one would overwrite "
                     "the other. Give tensors with separate memory"
                 )
-        if same_place(write, reads[i]):
+        if _same_place(write, reads[i]):
             continue  # the result already has its values
         for j, read in enumerate(reads):
-            if share_memory(write, read):
+            if _share_memory(write, read):
                 raise ArgumentError(
                     f"{write_names[i]} shares memory with {read_names[j]}, which would be "
                     "overwritten before it is read. Give a separate tensor"
                 )
 
 
-def check_writable(out: Tensor, name: str) -> None:
-    """Raise if several elements of the tensor share memory, as those of `expand` do."""
-    if out.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)
-    ):
-        raise ArgumentError(
-            f"{name} has shape {tuple(out.shape)} and strides {out.stride()}, so that elements "
-            "share memory: give one that is not expanded"
-        )
-
-
-def same_place(a: Tensor, b: Tensor) -> bool:
+def _same_place(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors of equal shape have the same elements in memory."""
 
     def place(tensor: Tensor) -> tuple[object, ...]:
-        return (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+        return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
-    strided = a.layout == b.layout == torch.strided
-    return a is b or (strided and place(a) == place(b) and a.stride() == b.stride())
+    return a is b or (a.layout == b.layout == torch.strided and place(a) == place(b))
 
 
-def share_memory(a: Tensor, b: Tensor) -> bool:
+def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Return True if two strided tensors of one dtype share memory; False for sparse ones."""
     if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
         return False

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from gradwire._containers import OneLevel, flatten_one_level
 from gradwire.devices import placement
 from gradwire.devices.broadcast_reduce import LinearOp, tracked
-from gradwire.devices.copying import chunk_copies, concat, copy_into, cut
-from gradwire.devices.placement import Device, as_destination, as_device, as_devices, check_apart
+from gradwire.devices.copying import HOST, chunk_copies, concat, copy_into, cut
+from gradwire.devices.placement import Device, as_destination, as_devices, check_apart
 from gradwire.errors import ArgumentError, NotSupportedError
 
 Streams: TypeAlias = Sequence[torch.Stream | None] | None
@@ -139,7 +139,10 @@ def gather(
     dim = placement.check_concat(found, dim)
     if out is None:
         return gather_chunks(found, dim, as_destination(destination, found[0].device))
-    placement.check_no_destination(destination)
+    if destination is not None:
+        raise ArgumentError(
+            f"destination is {destination!r} and out is given: omit one of 'destination' and 'out'"
+        )
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
     placement.check_out([out], [shape], found, ["out"])
@@ -256,8 +259,7 @@ def gather_nested(outputs: Sequence[Any], destination: Device, dim: int = 0) -> 
     """
     if not outputs:
         raise ArgumentError("outputs is empty: give one container for each device")
-    device = torch.device("cpu") if destination == -1 else as_device(destination, "destination")
-    return _gathered(list(outputs), device, dim, "outputs")
+    return _gathered(list(outputs), as_destination(destination, HOST), dim, "outputs")
 
 
 def _flatten(value: Any) -> OneLevel | None:
