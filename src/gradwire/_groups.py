@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
@@ -62,6 +63,20 @@ def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
             f"{user} would go on with this one, alone. Use a group of init_process_group or "
             "new_group"
         )
+
+
+def cpu_capable(group: ProcessGroup) -> bool:
+    """Return True if the group supports CPU tensors. Assume so if it does not list devices."""
+    kinds = [device.type for device in group._device_types]
+    return not kinds or "cpu" in kinds
+
+
+def message_device(group: ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group supports: the CPU if possible."""
+    if cpu_capable(group):
+        return torch.device("cpu")
+    kind = group._device_types[0].type
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def default_group(name: str) -> ProcessGroup:

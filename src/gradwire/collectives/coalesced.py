@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire._containers import flatten_one_level
+from gradwire._groups import message_device
 from gradwire.collectives import wire
 from gradwire.collectives.consistency import CallSignature, tensor_fields
 from gradwire.collectives.operation import Operation, Plan, concat
@@ -159,7 +160,7 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     """
     group = resolve_group(group)
     data = bytearray(pickle.dumps(obj))
-    own = torch.frombuffer(data, dtype=torch.uint8).to(wire.device_of(group))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(message_device(group))
     sizes = [count for (count,) in wire.gather_ints([len(own)], group)]
     pieces = wire.all_gather(own, sizes, group, blocking=True).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
+from gradwire._groups import message_device
 from gradwire._memory import advised
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE
 from gradwire.errors import ArgumentError, DistributedError
@@ -89,9 +90,7 @@ _backends: WeakKeyDictionary[ProcessGroup, dict[str, Backend]] = WeakKeyDictiona
 
 def backend_of(group: ProcessGroup, x: Tensor) -> Backend:
     """Return the group's backend for the tensor's device type."""
-    by_device = _backends.get(group)
-    if by_device is None:
-        by_device = _backends[group] = {}
+    by_device = _backends.setdefault(group, {})
     backend = by_device.get(x.device.type)
     if backend is None:
         backend = by_device[x.device.type] = _find_backend(group, x.device)
@@ -178,19 +177,11 @@ def in_bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1)).view(torch.uint8)
 
 
-def device_of(group: ProcessGroup) -> torch.device:
-    """Return a device that the group supports, preferably the CPU."""
-    kinds = [device.type for device in group._device_types]
-    if not kinds or "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.accelerator.current_device_index())
-
-
 def placeholder(
     shape: Sequence[int], dtype: torch.dtype | None, requires_grad: bool, group: ProcessGroup
 ) -> Tensor:
     """Return a tensor for values that are never read: one element, expanded to the shape."""
-    number = torch.empty((), dtype=dtype, device=device_of(group))
+    number = torch.empty((), dtype=dtype, device=message_device(group))
     return number.expand(tuple(shape)).requires_grad_(requires_grad)
 
 
@@ -410,7 +401,7 @@ def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     """Gather a list of integers, of the same length on every rank."""
     # Inside a torch.func transform, every new tensor would belong to the transform.
     with temporarily_clear_interpreter_stack():
-        own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
+        own = torch.tensor([mine], dtype=torch.int64, device=message_device(group))
         rows: list[list[int]] = all_gather(own, None, group, blocking=True).wait().tolist()
     return rows
 
@@ -418,7 +409,7 @@ def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
 def exchange_ints(mine: Sequence[int], group: ProcessGroup) -> list[int]:
     """Exchange one integer with each rank."""
     with temporarily_clear_interpreter_stack():
-        own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        own = torch.tensor(mine, dtype=torch.int64, device=message_device(group))
         theirs: list[int] = all_to_all(own, None, None, group, blocking=True).wait().tolist()
     return theirs
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.modules import module as torch_module
 
-from gradwire._groups import check_group, rank_in_group
+from gradwire._groups import check_group, message_device, rank_in_group
 from gradwire._scope import outside_contexts
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.arguments import WeakHook, check_not_expanded, inner_tensors, remove_hooks_with
 from gradwire.ddp.buckets.ownership import holders, uses
-from gradwire.ddp.faults.error_channel import broadcast_options, message_device, waits_on_cpu
+from gradwire.ddp.faults.error_channel import broadcast_options, waits_on_cpu
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
 from gradwire.shm import Operations, shm_backend_of

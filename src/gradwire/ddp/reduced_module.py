@@ -15,11 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn import Parameter
 
-from gradwire._groups import check_group
+from gradwire._groups import check_group, message_device
 from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.arguments import ParameterCheck, ReducerOptions, check_module, sparse_names
 from gradwire.ddp.broadcast import Buffers, broadcast_values
-from gradwire.ddp.faults.error_channel import message_device
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.verify import Replicas, describe, verify_same

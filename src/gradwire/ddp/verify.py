@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire._digest import digest
+from gradwire._groups import message_device
 from gradwire.ddp.broadcast import dense_parts
-from gradwire.ddp.faults.error_channel import backend_errors, message_device
+from gradwire.ddp.faults.error_channel import backend_errors
 from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.reducer.weights import Forwards

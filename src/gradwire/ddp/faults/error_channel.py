@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
-from gradwire._groups import find_store, store_of
+from gradwire._groups import find_store, message_device, store_of
 from gradwire._processes import is_alive, this_process
 from gradwire._torch import is_done
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
@@ -35,20 +35,6 @@ def broadcast_options(root: int) -> BroadcastOptions:
     options = BroadcastOptions()
     options.rootRank = root
     return options
-
-
-def cpu_capable(group: ProcessGroup) -> bool:
-    """Return True if the group supports CPU tensors. Assume so if it does not list devices."""
-    kinds = [device.type for device in group._device_types]
-    return not kinds or "cpu" in kinds
-
-
-def message_device(group: ProcessGroup) -> torch.device:
-    """Return a device whose tensors the group supports: the CPU if possible."""
-    if cpu_capable(group):
-        return torch.device("cpu")
-    kind = group._device_types[0].type
-    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def waits_on_cpu(group: ProcessGroup, device: torch.device) -> bool:

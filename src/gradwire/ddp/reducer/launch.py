@@ -20,6 +20,7 @@ from torch.distributed import AllreduceOptions, ProcessGroup, Work
 from torch.nn import Parameter
 
 from gradwire._engine_errors import is_transport
+from gradwire._groups import cpu_capable, message_device
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket, SparseBucket
 from gradwire.ddp.faults.collective_log import (
     LogMode,
@@ -30,8 +31,6 @@ from gradwire.ddp.faults.collective_log import (
 from gradwire.ddp.faults.error_channel import (
     Handle,
     broadcast_options,
-    cpu_capable,
-    message_device,
     wait_done,
     wait_future,
     wait_work,
