@@ -68,6 +68,24 @@ def ones(*shape, **options):
             lambda: C.all_to_all(ones(8), input_splits=[1, 3, 2, 2], output_splits=[2] * 4),
             "rank 2: sends [1, 3, 2, 2]",
         ),
+        (
+            "splits",
+            lambda: C.all_gather(ones(1, 2), 1, sizes=[2] * 4, async_op=True).wait(),
+            lambda: C.all_gather(ones(1, 3), 1, sizes=[2] * 4, async_op=True).wait(),
+            "rank 2: sends [3, 3, 3, 3], expects [2, 2, 2, 2]",
+        ),
+        (
+            "splits",
+            lambda: C.all_gather_list(ones(2), sizes=(2,) * 4),
+            lambda: C.all_gather_list(ones(3), sizes=(2,) * 4),
+            "rank 2: sends [3, 3, 3, 3]",
+        ),
+        (
+            "splits",
+            lambda: C.gather(ones(2), 0, sizes=[2] * 4),
+            lambda: C.gather(ones(3), 0, sizes=[2] * 4),
+            "rank 2: sends [3, 3, 3, 3]",
+        ),
         ("detail", lambda: C.invariant(ones(2)), lambda: C.invariant(ones(2) * 3), "rank 2"),
     ],
 )
@@ -111,6 +129,16 @@ def test_a_gradient_that_one_rank_cannot_have():
     def other():
         with torch.no_grad():
             usual()
+
+    assert "rank 2: gradients are disabled" in deviating(usual, other)
+
+
+def test_a_gradient_that_a_rank_cannot_have_in_a_transform():
+    def usual():
+        C.all_gather(torch.ones(2, requires_grad=True))
+
+    def other():
+        torch.func.vmap(lambda x: C.all_gather(x))(torch.ones(3, 2))
 
     assert "rank 2: gradients are disabled" in deviating(usual, other)
 
@@ -292,5 +320,7 @@ def test_more_dims_than_fit_a_signature():
                 op()
         assert C.scatter(x, 0, like=x[:1], check=True).shape == x[:1].shape
         assert C.broadcast(x, 0, check=True).shape == x.shape
+        with pytest.raises(ArgumentError, match="size 1 in dim 0 on rank 1"):
+            C.halo_exchange(x if at_root else x[:1], 2, check=True)
 
     run_ranks(main)

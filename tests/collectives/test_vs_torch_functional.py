@@ -311,6 +311,25 @@ def test_second_derivatives_where_a_rank_sends_nothing():
     assert run_ranks(main, 2, timeout=20) == [[48.0, 0.0]] * 2
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: C.reduce_scatter(x, dim=1, sizes=[0, 2]),
+        lambda x: C.scatter(x, 0, 1, sizes=[0, 2]),
+        lambda x: C.all_to_all(x, input_splits=[0, 2], split_dim=1),
+    ],
+)
+def test_second_derivatives_where_a_rank_changes_an_empty_result_in_place(op):
+    def main(half):
+        x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+        z = (half(op(x * x)) ** 2).sum()
+        (gradient,) = torch.autograd.grad(z, x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0].tolist()
+
+    in_place, copied = lambda y: y.div_(2), lambda y: y / 2
+    assert run_ranks(main, args=(in_place,), timeout=20) == run_ranks(main, args=(copied,))
+
+
 def test_a_gradient_of_an_empty_tensor_required_on_one_rank():
     """Empty tensors send nothing in either pass."""
 

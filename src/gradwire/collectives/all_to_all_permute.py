@@ -404,9 +404,10 @@ def halo_exchange(
             *tensor_fields(x.movedim(dim, 0)),
             detail=f"widths={(before, after)}, dim={dim}, wrap={wrap}",
             ragged=True,
+            send=(size,) * group.size(),
         )
-        x, _, rows = consistency.agree(group, x, call)
-        sizes |= {rank: row.shape[0] for rank, row in enumerate(rows) if row.shape}
+        x, _, peers = consistency.agree(group, x, call)
+        sizes = {rank: peer.send[0] for rank, peer in enumerate(peers)}
     for rank, its_size in sizes.items():
         if max(before, after) > its_size:
             raise ArgumentError(

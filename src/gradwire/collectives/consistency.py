@@ -146,7 +146,7 @@ def first_difference(rows: list[list[int]], ragged: bool) -> str | None:
 
 def description(field: str, call: CallSignature, number: int) -> str:
     """Return a field's value for error messages; `number` counts the group's compared calls."""
-    gradients = {1: "requires grad", 0: "does not require grad", -1: "gradients are disabled"}
+    gradients = {1: "requires grad", 0: "does not require grad", -1: "gradients are disabled here"}
     texts = {
         "shape": f"{call.shape}" + (" (the first size may differ)" if call.ragged else ""),
         "dtype": str(call.dtype),
@@ -258,7 +258,7 @@ def agree(
     """Exchange signatures; `x` then requires a gradient if it does on any rank."""
     rows, number = exchange(group, call)
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
-        refuse_in_transforms("a gradient that another rank requires", "require it on all ranks")
+        refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         x = x.detach().requires_grad_()
     return x, Checked(group, call.op, number), rows
 
@@ -297,12 +297,16 @@ def tensor_fields(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, int]:
 
 
 def gather_signature(
-    op: str, front: Tensor, sizes: Sizes, detail: str, root: int = -1
+    op: str, front: Tensor, sizes: Sizes, detail: str, group: ProcessGroup, root: int = -1
 ) -> CallSignature:
     """Return the signature of a call that gathers the rows of `front`."""
     listed = list(sizes) if isinstance(sizes, tuple) else sizes
     detail, ragged = f"{detail}, sizes={listed}", sizes is not None
-    return CallSignature(op, *tensor_fields(front), root=root, detail=detail, ragged=ragged)
+    call = CallSignature(op, *tensor_fields(front), root=root, detail=detail, ragged=ragged)
+    world = group.size()
+    if not isinstance(listed, list) or [*map(type, listed)] != [int] * world:
+        return call  # what else is wrong with the sizes is the same on all ranks
+    return call._replace(send=(front.shape[0],) * world, receive=tuple(listed))
 
 
 def wants_grad(x: Tensor | None) -> int:
@@ -311,9 +315,12 @@ def wants_grad(x: Tensor | None) -> int:
         return 0 if torch.is_grad_enabled() else -1
     if not (x.is_floating_point() or x.is_complex()):
         return 0
-    # A tensor created in inference mode cannot require a gradient.
-    possible = torch.is_grad_enabled() and not x.is_inference()
-    return int(x.requires_grad) if possible else -1
+    if not torch.is_grad_enabled():
+        return -1
+    # Neither a tensor created in inference mode, nor one inside a transform, can be made to
+    # require a gradient.
+    fixed = x.is_inference() or torch._C._are_functorch_transforms_active()
+    return 1 if x.requires_grad else -int(fixed)
 
 
 def next_number(group: ProcessGroup) -> int:

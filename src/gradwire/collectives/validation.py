@@ -139,7 +139,12 @@ def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int
 
 def move_back(x: Tensor, dim: int) -> Tensor:
     """Undo `move_to_front`; the result is contiguous."""
-    return x.movedim(0, dim).contiguous() if dim else x
+    if not dim:
+        return x
+    y = x.movedim(0, dim).contiguous()
+    # If nothing was copied, y is a view. Once an empty view is modified in place, autograd gives
+    # its base a constant gradient: a second derivative would end there, on this rank alone.
+    return y if y.numel() else y.clone()
 
 
 def pieces_of(

@@ -226,22 +226,14 @@ def broadcast(
             raise
         refusal = Refusal(type(error), str(error))
     plan = Broadcast(group, root)
-    if not requested:
-        assert isinstance(own, Tensor)
-        given: Tensor = own
-        operation = Operation(
-            _off_meta(given, group),
-            group,
-            lambda: CallSignature("broadcast", *tensor_fields(given), root=root),
-            lambda x, peers: plan,
-        )
-        return operation.run(requested, async_op)
     y = own if isinstance(own, Tensor) else None
-    if y is not None:
-        call = CallSignature("broadcast", *tensor_fields(y), root=root)
-    else:
-        shape = None if own is None else tuple(own)
-        call = CallSignature("broadcast", shape, None, consistency.wants_grad(None), root=root)
+    shape = None if own is None else tuple(own if y is None else y.shape)
+    dtype = None if y is None else y.dtype
+    call = CallSignature("broadcast", shape, dtype, consistency.wants_grad(y), root=root)
+    if not requested:
+        assert y is not None
+        operation = Operation(_off_meta(y, group), group, lambda: call, lambda x, peers: plan)
+        return operation.run(requested, async_op)
     y, context, _ = consistency.agree_with_root(group, y, call, root, refusal)
     y = _off_meta(y, group)
     return plan.apply_async(y, context) if async_op else plan.apply(y, context)
@@ -394,7 +386,7 @@ def gather(
     return Operation(
         front,
         group,
-        lambda: gather_signature("gather", front, sizes, f"dim={dim}", root),
+        lambda: gather_signature("gather", front, sizes, f"dim={dim}", group, root),
         plan,
         lambda _, y: move_back(y, dim),
     ).run(check, async_op)

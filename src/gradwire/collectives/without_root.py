@@ -440,7 +440,7 @@ def all_gather(
     return Operation(
         front,
         group,
-        lambda: gather_signature("all_gather", front, sizes, f"dim={dim}"),
+        lambda: gather_signature("all_gather", front, sizes, f"dim={dim}", group),
         lambda front, peers: AllGather(group, resolve_sizes(sizes, front.shape[0], group)),
         (lambda _, y: move_back(y, dim)) if dim else None,
     ).run(check, async_op)
@@ -584,7 +584,7 @@ def all_gather_list(
     return Operation(
         front,
         group,
-        lambda: gather_signature("all_gather", front, sizes, kind),
+        lambda: gather_signature("all_gather", front, sizes, kind, group),
         plan_of,
         lambda plan, y: unstack(y, plan.sizes or (len(front),) * group.size(), scalars),
     ).run(check, async_op)
