@@ -379,10 +379,10 @@ def test_delayed_exchanges_converge_as_blocking_ones():
     assert found[0][1][1] == found[1][1][1]  # after synchronize()
 
 
-def apply_late():
+def apply_late(given):
     weight = nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([weight], lr=1.0)
-    optimizer = LocalSGD(sgd, [("weight", weight)], every=2, delay=1, alpha=0.25)
+    optimizer = LocalSGD(sgd, [("weight", weight), *given(weight)], every=2, delay=1, alpha=0.25)
     seen = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -392,9 +392,17 @@ def apply_late():
     return seen
 
 
-def test_an_exchange_is_mixed_in_after_the_delay():
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda weight: [],
+        lambda weight: [("tied", weight)],
+        lambda weight: [("of the same memory", nn.Parameter(weight.data))],
+    ],
+)
+def test_an_exchange_is_mixed_in_once_after_the_delay(given):
     # sent after step 2: 2 and 4, so that the anchor is 3; mixed after step 3: 0.25 w + 0.75 * 3
-    assert run_ranks(apply_late, world_size=2) == [[1, 2, 3, 4], [2, 4, 3.75, 5.75]]
+    assert run_ranks(apply_late, 2, args=(given,)) == [[1, 2, 3, 4], [2, 4, 3.75, 5.75]]
 
 
 def refuse():

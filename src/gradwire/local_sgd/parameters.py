@@ -41,7 +41,7 @@ class TrackedParameters:
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
         self.anchors: list[Tensor] = []  # empty until `set_anchors`
         # the others are active, that is, exchanged, from the first step that may change them
-        self.frozen = [i for i, p in enumerate(self.tensors) if not _may_change(p)]
+        self.frozen = {i for i, p in enumerate(self.tensors) if not _may_change(p)}
         self.unshared: list[int] = []  # anchors that ranks have not compared yet
         if not self.active:
             raise ArgumentError("named_parameters has no trainable parameter: pass at least one")
@@ -49,22 +49,26 @@ class TrackedParameters:
     @property
     def active(self) -> list[int]:
         """Indices of the exchanged parameters."""
-        frozen = set(self.frozen)
-        return [i for i in range(len(self.tensors)) if i not in frozen]
+        # once each: one tensor with two names, or two of the same memory, would be mixed twice
+        found: dict[object, int] = {}
+        for i, p in enumerate(self.tensors):
+            if i not in self.frozen:
+                place = p.data_ptr() if p.layout == torch.strided else 0
+                found.setdefault((place, p.shape, p.stride()) if place else id(p), i)
+        return list(found.values())
 
     @torch.inference_mode(False)  # anchors are also written outside of inference mode
     @torch.no_grad()
     def set_anchors(self) -> None:
         """Set the anchors to the current values, which are the same on all ranks."""
-        frozen = set(self.frozen)
         own = [p.detach() for p in self.tensors]
         # the anchor of a frozen parameter shares its memory
-        self.anchors = [a if i in frozen else a.clone() for i, a in enumerate(own)]
+        self.anchors = [a if i in self.frozen else a.clone() for i, a in enumerate(own)]
 
     def activate_thawed(self) -> bool:
         """Activate parameters that a step may change from now on; return True if there are any."""
         # before that step, while the parameters still have the same values on all ranks
-        thawed = [i for i in self.frozen if _may_change(self.tensors[i])]
+        thawed = [i for i in sorted(self.frozen) if _may_change(self.tensors[i])]
         self.activate(thawed)
         return bool(thawed)
 
@@ -102,11 +106,9 @@ class TrackedParameters:
 
     def describe(self) -> Description:
         """Return names and properties of the active parameters that must be equal on all ranks."""
-        found = []
-        for i in self.active:
-            p = self.tensors[i]
-            # without strides, because gradients are sent in the order of the anchors' elements
-            found.append((self.names[i], f"{p.dtype}, shape {tuple(p.shape)}"))
+        active = ((self.names[i], self.tensors[i]) for i in self.active)
+        # without strides, because gradients are sent in the order of the anchors' elements
+        found = [(name, f"{p.dtype}, shape {tuple(p.shape)}") for name, p in active]
         for i in self.unshared:
             value = digest([self.anchors[i]]).hex()
             found.append((self.names[i], f"value before this rank's steps, {value}"))
@@ -145,7 +147,7 @@ class TrackedParameters:
                 f"the saved state is of other parameters, {sorted(saved.keys() ^ ours)} differ: "
                 "load it with the parameters that it was saved with"
             )
-        self.activate([i for i in self.frozen if self.names[i] in saved])
+        self.activate([i for i in sorted(self.frozen) if self.names[i] in saved])
 
     def load_anchors(self, saved: Mapping[str, Tensor]) -> None:
         """Copy saved anchors, which the next exchange compares between the ranks."""
@@ -178,18 +180,17 @@ def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tens
 def _check_named(named: list[tuple[str, Tensor]]) -> None:
     names = set()
     for entry in named:
-        if (
-            not isinstance(entry, tuple | list)
-            or len(entry) != 2
-            or not isinstance(entry[1], Tensor)
-        ):
-            raise ArgumentTypeError(
-                f"named_parameters has an entry of type {type(entry).__name__}: pass pairs of a "
-                "name and a parameter, such as module.named_parameters()"
-            )
-        if entry[0] in names:
-            raise ArgumentError(
-                f"named_parameters has two parameters {entry[0]!r}: use "
-                "module.named_parameters(prefix=...) to make the names of several modules unique"
-            )
-        names.add(entry[0])
+        match entry:
+            case (name, Tensor()) if name not in names:
+                names.add(name)
+            case (name, Tensor()):
+                raise ArgumentError(
+                    f"named_parameters has two parameters {name!r}: use "
+                    "module.named_parameters(prefix=...) to make the names of several modules "
+                    "unique"
+                )
+            case _:
+                raise ArgumentTypeError(
+                    f"named_parameters has an entry of type {type(entry).__name__}: pass pairs of "
+                    "a name and a parameter, such as module.named_parameters()"
+                )
