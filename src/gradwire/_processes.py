@@ -31,6 +31,7 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
+SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -58,6 +59,13 @@ def state_of_pid(pid: int) -> str:
     """Return the state of a process of this host: "gone", "stopped" or another."""
     found = stat_of(pid)
     return "gone" if found is None else found.state
+
+
+def exit_text(code: int) -> str:
+    """Return how a process ended: "exited with code 3", "was killed by SIGSEGV"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    return f"was killed by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
 
 
 def namespace(kind: str) -> str:

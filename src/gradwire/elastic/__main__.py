@@ -38,8 +38,6 @@ def main(
             parser.error("PROGRAM is missing: pass a Python file, or -m and a module")
         if not (options.module or options.script == "-" or os.path.exists(options.script)):
             parser.error(f"PROGRAM is {options.script!r}, which does not exist in {os.getcwd()}")
-        if options.nproc_per_node < 1:
-            parser.error(f"--nproc-per-node is {options.nproc_per_node}: pass at least 1")
         if options.recorder:
             prepare(Path(options.recorder))
             os.environ["GRADWIRE_RECORDER"] = os.path.abspath(options.recorder)
@@ -69,10 +67,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--members", type=int, help="number of members, on all hosts, that the run begins with")
     ends = "end processes that still run this long after another is done (default: wait)"
     add("--grace", type=float, metavar="SECONDS", help=ends)
-    seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    until = f"time between a signal such as SIGTERM and SIGKILL (default: {SHUTDOWN_SECONDS:g}, or "
-    until += "TORCH_ELASTIC_SHUTDOWN_TIMEOUT)"
-    add("--shutdown-timeout", type=float, metavar="SECONDS", default=seconds, help=until)
+    until = f"time between a signal such as SIGTERM and SIGKILL (default: {SHUTDOWN_SECONDS:g})"
+    add("--shutdown-timeout", type=float, metavar="SECONDS", default=SHUTDOWN_SECONDS, help=until)
     add("--serve", metavar="HOST:PORT", help="only serve a store")
     add("-m", dest="module", action="store_true", help="run PROGRAM as a module")
     add("script", metavar="PROGRAM", nargs="?", help="a Python file")

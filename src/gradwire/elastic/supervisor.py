@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire._processes import end_with_parent
+from gradwire._processes import end_with_parent, exit_text
 from gradwire.elastic.membership import (
     LAUNCH_VARIABLES,
     MEMBERS_VARIABLE,
@@ -73,7 +73,6 @@ def end_with_reports(
 
 
 POLL_SECONDS = 0.02
-WAIT_SECONDS = 60.0  # until a message says that processes still run after the run
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 RECORDER_VARIABLE = "GRADWIRE_RECORDER"
 
@@ -130,12 +129,12 @@ class _Child:
     @property
     def end(self) -> str:
         """Description of the end of the process."""
-        code = self.process.returncode
-        number = f" (member {self.said['member']})" if "member" in self.said else ""
-        if code < 0:
-            return f"{self}{number} was killed by {_name(-code)}"
-        ended = f"{self}{number} ended with {self.error}"
-        return f"{ended} (exit code {code})" if "error" in self.said else ended
+        code, number = self.process.returncode, ""
+        if "member" in self.said:
+            number = f" (member {self.said['member']})"
+        if code >= 0 and "error" in self.said:
+            return f"{self}{number} ended with {self.error} (exit code {code})"
+        return f"{self}{number} {exit_text(code)}"
 
 
 @dataclass
@@ -146,14 +145,13 @@ class Supervisor:
     environment: dict[str, str]
     nproc: int
     restarts: int  # number that is left
-    grace: float | None  # seconds to wait after another process is done; None for no limit
+    grace: float  # seconds to wait after another process is done; infinite for no limit
     shutdown_timeout: float  # seconds between a signal that ends the processes and SIGKILL
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._running: list[_Child] = []
         self._done_at: float | None = None
-        self._patience = WAIT_SECONDS if self.grace is None else self.grace
         self._last_code = 0  # exit code of the process that ended last
         self._failed_code = 0  # exit code of a failure that no other process makes up for
         self._same_errors: list[tuple[str, int | None]] = []
@@ -175,7 +173,7 @@ class Supervisor:
             while self.signals:
                 number = self.signals.pop(0)
                 again = number == self.stopped_by == signal.SIGINT
-                self.log(f"got {_name(number)}; sent it to {self._names()}")
+                self.log(f"got {signal.Signals(number).name}; sent it to {self._names()}")
                 self._send(signal.SIGKILL if again else number)
                 if number in ENDING and not self.stopped_by:
                     self.stopped_by = number
@@ -183,7 +181,7 @@ class Supervisor:
             self._check_time()
             time.sleep(POLL_SECONDS)
         if self.stopped_by:
-            self.log(f"all processes have ended after {_name(self.stopped_by)}")
+            self.log(f"all processes have ended after {signal.Signals(self.stopped_by).name}")
             return None
         code = self._failed_code or (self._last_code if self._done_at is None else 0)
         if code and self._gave_up:
@@ -270,14 +268,10 @@ class Supervisor:
                 self._send(signal.SIGKILL)
                 self._failed_code = self._failed_code or 1
                 self._kill_at += self.shutdown_timeout
-        elif self._done_at is not None and now - self._done_at > self._patience:
-            if self.grace is None:
-                self.log(f"waiting for {running}, after another is done; --grace ends them")
-                self._patience = math.inf
-            else:
-                self.log(f"ended {running}: still running {self.grace:g} s after another is done")
-                self._failed_code = self._failed_code or 1
-                self._stop()
+        elif self._done_at is not None and now - self._done_at > self.grace:
+            self.log(f"ended {running}: still running {self.grace:g} s after another is done")
+            self._failed_code = self._failed_code or 1
+            self._stop()
 
     def _names(self) -> str:
         return ", ".join(map(str, self._running))
@@ -289,13 +283,6 @@ class Supervisor:
 
 def _restarts(number: int) -> str:
     return "1 restart" if number == 1 else f"{number} restarts"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 SHUTDOWN_SECONDS = 30.0
@@ -387,11 +374,12 @@ def supervise(
     if not command:
         raise ArgumentError("command is empty: pass the program and its arguments")
     members = nproc if members is None else members
+    grace = math.inf if grace is None else grace
     for name, value, least in (
         ("nproc", nproc, 1),
         ("max_restarts", max_restarts, 0),
         ("members", members, 1),
-        ("grace", grace or 0.0, 0),
+        ("grace", grace, 0),
         ("shutdown_timeout", shutdown_timeout, 0),
     ):
         if not value >= least:
@@ -400,8 +388,7 @@ def supervise(
         served = serve_store()  # lives until this function returns
         store = f"127.0.0.1:{served.port}"
     parse_address(store, "store")
-    environment = dict(os.environ)
-    environment |= {STORE_VARIABLE: store, MEMBERS_VARIABLE: str(members)}
+    environment = {**os.environ, STORE_VARIABLE: store, MEMBERS_VARIABLE: str(members)}
     environment[LAUNCH_VARIABLES[0]] = uuid.uuid4().hex
     supervisor = Supervisor(command, environment, nproc, max_restarts, grace, shutdown_timeout, log)
     before: dict[int, Any] = {}

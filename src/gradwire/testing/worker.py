@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire._gloo_threads import await_gloo_threads
-from gradwire._processes import end_when_closed
+from gradwire._processes import end_when_closed, exit_text
 from gradwire.errors import ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.shm import Options
 
@@ -144,16 +144,11 @@ class Worker:
         self._descriptors.close()
 
     def exit_text(self) -> str:
-        """Return how the process ended: "exited with code 3", "was killed by SIGSEGV"."""
+        """Return how the process ended."""
         try:
-            code = self.process.wait(timeout=2.0)
+            return exit_text(self.process.wait(timeout=2.0))
         except subprocess.TimeoutExpired:
             return "closed its connection to run_ranks"
-        if code >= 0:
-            return f"exited with code {code}"
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
 
     def new_log(self) -> str:
         """Return the stderr of the process since the last call."""

@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
-from gradwire._processes import ENDED
+from gradwire._processes import ENDED, SIGNAL_NAMES
 from gradwire.recorder.verdict.dumps import Crash
 from gradwire.recorder.verdict.evidence import (
     LONG_NS,
@@ -21,7 +21,6 @@ from gradwire.recorder.verdict.evidence import (
     waits_for_others,
 )
 
-_names = {int(each): each.name for each in signal.Signals}
 _SLACK_NS = 100_000_000
 _LOOK = "look for `Killed process` in the kernel's log (dmesg), and at the host's free memory"
 _BY_SIGNAL: dict[int, tuple[str, ...]] = {
@@ -193,7 +192,7 @@ def _ended(evidence: Evidence, ranks: list[int]) -> Finding:
         how += "before the other ranks"
         remedies = ("see the end of its log: SystemExit was raised, or os._exit was called in C",)
     else:
-        how = f"{was} ended by {_names.get(-code, f'signal {-code}')}"
+        how = f"{was} ended by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
         remedies = _BY_SIGNAL.get(-code, ("find out what sent this signal",))
         if exit_.oom_killed:
             how += ", by the kernel's out-of-memory killer"
