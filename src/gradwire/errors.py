@@ -65,7 +65,7 @@ class NotSupportedError(GradwireError, NotImplementedError):
 
 
 class CheckpointError(GradwireError, OSError):
-    """A checkpoint could not be written; what was written of it is removed."""
+    """A checkpoint could not be written, and its partial files are removed; or it is damaged."""
 
 
 class DistributedError(GradwireError, RuntimeError):

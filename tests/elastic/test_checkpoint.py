@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def test_killed_while_it_saves(moment: str, tmp_path: Path) -> None:
     found = snapshot.latest(tmp_path)
     assert found is not None
     state = kept(0.0)
-    assert snapshot.load(state, found) == expected
+    assert snapshot.load(state, found) == (expected, {})
     assert state["model"].weight.tolist() == [[expected, expected]]
     snapshot.save(kept(3.0), 3, tmp_path)  # which removes what the dead process has left
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -125,6 +126,38 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
         snapshot.save(kept(1.0), version, tmp_path, lineage="mine", keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000000001", "step-000000005", "step-000000006"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, lambda path: os.truncate(path, path.stat().st_size // 2), Path.unlink]
+)
+def test_damaged_checkpoints_name_the_one_to_use(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    first, _ = (snapshot.save(kept(1.0), n, tmp_path, lineage="mine") for n in (1, 2))
+    files = sorted(path.name for path in first.iterdir())
+    for name in files:
+        latest = snapshot.save(kept(3.0), 3, tmp_path, lineage="mine")
+        damage(latest / name)
+        with pytest.raises(CheckpointError, match=r"; run\.load then uses step-0+2$") as raised:
+            snapshot.load(kept(0.0), latest)
+        assert name in str(raised.value)
+        assert len(str(raised.value).splitlines()) == 1
+        shutil.rmtree(latest)
+    latest = tmp_path / "step-000000009"
+    latest.mkdir()
+    damage(tmp_path / "step-000000002" / ".metadata")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint.* then uses step-0+1$"):
+        snapshot.load(kept(0.0), latest)
+    damage(first / ".metadata")
+    with pytest.raises(CheckpointError, match="there is no other one to use"):
+        snapshot.load(kept(0.0), latest)
 
 
 class Keeps:

@@ -22,7 +22,7 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.membership import listening_port
+from gradwire.elastic.membership import ports_of
 from gradwire.elastic.runtime import GenerationGroup, _in_thread, form_gloo, wait_for
 from gradwire.errors import PeerLostError
 
@@ -30,16 +30,18 @@ from gradwire.errors import PeerLostError
 def test_sockets_that_another_thread_closes_are_passed_over() -> None:
     """Those of a group are found among all of this process's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        fd, port = server.fileno(), server.getsockname()[1]
-        socket.setdefaulttimeout(5)  # would change the process's sockets
-        try:
-            assert listening_port(fd) == port
-        finally:
-            socket.setdefaulttimeout(None)
-        assert os.get_blocking(fd)
-    assert listening_port(fd) == 0
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            fd, own = connection.fileno(), connection.getsockname()[1]
+            socket.setdefaulttimeout(5)  # would change the process's sockets
+            try:
+                assert ports_of(fd) == (own, port)
+            finally:
+                socket.setdefaulttimeout(None)
+            assert os.get_blocking(fd)
+        assert ports_of(server.fileno()) == ports_of(fd) == ()
     with open("/proc/self/stat") as file:
-        assert listening_port(file.fileno()) == 0
+        assert ports_of(file.fileno()) == ()
 
 
 class Held:

@@ -241,12 +241,66 @@ def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
     for found in together(*[lambda: member(store, 4, 2)] * 2):
         assert equal(found, whole), found
-    (tmp_path / "step-000000009").mkdir()
-    run = join(store, name="wrong")
-    run.keep(model=net())
-    with pytest.raises(ArgumentError, match="is not a checkpoint"):
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("samples", 32), ("batch", 8), ("shuffle", False), ("seed", 1)]
+)
+def test_a_checkpoint_is_resumed_with_the_same_order_of_samples(
+    tmp_path: Path, argument: str, value: int
+) -> None:
+    """Other steps would skip samples, and repeat others."""
+    runs: list[elastic.Run] = []
+
+    def train(steps: int, **changed: int) -> None:
+        given = {"samples": 64, "batch": 16, "shuffle": True, "seed": 0, **changed}
+        run, model = join(dist.HashStore(), seed=given.pop("seed")), net()
+        run.keep(model=model)
         run.load(tmp_path)
-    run._runtime.stop()
+        runs.append(run)
+        for step in run.steps(steps, **given):
+            with step:
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).mean())
+                step.commit()
+        run.save(tmp_path)
+
+    train(2)
+    with pytest.raises(ArgumentError, match=f"{argument} is {value}, but .* in the loaded"):
+        train(4, **{argument: value})
+    runs[-1]._runtime.stop()
+    train(4)
+
+
+@pytest.mark.parametrize("savers", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_last_save_needs_any_member(
+    store: dist.Store, tmp_path: Path, savers: tuple[int, ...], *, breaks: bool
+) -> None:
+    """It was lost with the first member, if that died after the last step."""
+
+    def member() -> list[torch.Tensor]:
+        run, model = join(store, members=2), net()
+        run.keep(model=model)
+        for step in run.steps(100 if breaks else 2, samples=len(X), batch=16):
+            if step.number == 2:
+                break
+            with step:
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).mean())
+                step.commit()
+        del step
+        if run.rank in savers:
+            assert run.save(tmp_path, keep=1).is_dir()
+        return weights(model)
+
+    found = together(member, member)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+    again = join(dist.HashStore())
+    again.keep(model=(loaded := net(seed=3)))
+    assert again.load(tmp_path)
+    again._runtime.stop()
+    assert equal(weights(loaded), found[0])
 
 
 def test_a_loader_fetches_what_the_run_deals(store: dist.Store) -> None:
@@ -307,37 +361,114 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_members(store: dist.Store
     assert [type(error) for error in raised] == [PeerFailedError, ReductionError]
     for error in raised:
         assert "rank 1 (member" in str(error)
-        assert "step 1: the gradient of '2.bias' is not finite" in str(error)
+        assert "step 1: the gradient of 'model.2.bias' is not finite" in str(error)
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
-def test_a_parameter_that_forward_writes_to_is_named_on_all_members(
-    store: dist.Store, reproducible: bool
+@pytest.mark.parametrize("how", ["tree", "DDP", "local", "local, by .data"])
+def test_a_parameter_that_a_shard_writes_to_is_named_on_all_members(
+    store: dist.Store, how: str
 ) -> None:
     """Each member's forward would write what its own samples ask for."""
 
     def member() -> None:
-        run = join(store, members=2, reproducible=reproducible)
+        run = join(store, members=2, reproducible=how != "DDP")
         table, layer = nn.Embedding(8, 2, max_norm=1.0), nn.Linear(1, 1)
+        table.weight.detach().fill_(9.0)
         model: nn.Module = nn.ModuleDict({"table": table, "layer": layer})
         model.forward = lambda x: layer(x).sum()
-        if not reproducible:
+        if how == "DDP":
             model = DistributedDataParallel(
                 model, process_group=run.group, find_unused_parameters=True
             )
+        table.weight.requires_grad_("local" not in how)
         run.keep(model=model)
+
+        def write() -> None:
+            if ".data" in how:
+                table.weight.data.mul_(0.5)  # as the mean of a teacher
+            else:
+                table(torch.tensor([0]))
+
         for step in run.steps(3):
             with step:
                 for shard in step.shards:
-                    if step.number == 1 and shard.stop == 8:
-                        table(torch.tensor([0]))
-                    step.backward(model(torch.ones(1, 1)))
+                    writes = step.number == 1 and shard.stop == 8
+                    if "local" in how:
+                        with step.local(partial(torch.optim.SGD, lr=0.1)) as inner:
+                            model(torch.ones(1, 1)).backward()
+                            inner.step()
+                            if writes:
+                                write()
+                    else:
+                        if writes:
+                            write()
+                        step.backward(model(torch.ones(1, 1)))
                 step.commit()
 
     raised = sorted(together(member, member), key=lambda error: type(error).__name__)
     assert [type(error) for error in raised] == [NotSupportedError, PeerFailedError], raised
     for error in raised:
         assert "table.weight' was written to within step 1" in str(error)
+
+
+CHANGES = {  # value of the weight after one shard, its weight, and the error
+    "infinity": (math.inf, None, r"rank \d \(member \d\), step 1: .* not"),
+    "NaN": (math.nan, None, r"rank \d \(member \d\), step 1: .* it was not sent"),
+    "NaN that counts nothing": (math.nan, 0.0, ""),
+    "a sum that is too large": (3e38, None, "^step 1: .* their sum is too large"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_local_steps_that_are_not_finite_are_guarded(how: str) -> None:
+    value, weight, message = CHANGES[how]
+    run = join(dist.HashStore(), shards=2, nan_guard=True)
+    model = nn.Linear(1, 1, bias=False)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run.keep(model=model, outer=outer)
+    expected = pytest.raises(ReductionError, match=message) if message else nullcontext()
+    with expected:
+        for step in run.steps(2):
+            with step:
+                for shard in step.shards:
+                    bad = step.number == 1 and (shard.first == 0 or "sum" in how)
+                    with step.local(partial(torch.optim.SGD, lr=0.1), weight=weight if bad else 1):
+                        if bad:
+                            model.weight.detach().fill_(value)
+                step.commit(outer)
+    assert model.weight.isfinite().all()
+
+
+def test_a_parameter_that_is_thawed_is_guarded_once(store: dist.Store) -> None:
+    run, model = join(store, nan_guard=True), net().requires_grad_(False)
+    run.keep(model=model, again=model)
+    model[2].bias.requires_grad_(True)
+    step = next(steps := run.steps(2))
+    with step:
+        for _ in step.shards:
+            step.backward(model(X).mean())
+        step.commit()
+    model[0].weight.requires_grad_(True)
+    step = next(steps)
+    with pytest.raises(ReductionError, match=r"step 1: the gradient of 'model\.0\.w"), step:
+        step.backward(model[0].weight.sum() * math.inf if next(step.shards) else X)
+
+
+def test_a_step_is_begun_once_and_while_the_run_lasts(store: dist.Store) -> None:
+    """A run that was dropped went on alone, in a group of its own."""
+    run, model = join(store), net()
+    run.keep(model=model)
+    step = next(steps := run.steps(2))
+    with step:
+        for _ in step.shards:
+            step.backward(model(X).mean())
+        step.commit()
+    with pytest.raises(ReductionError, match="step 0 is not the current one"), step:
+        pass
+    last = next(steps)
+    del steps
+    with pytest.raises(ReductionError, match=r"keep what run\.steps returned"), last:
+        pass
 
 
 @pytest.mark.wide
@@ -620,7 +751,7 @@ def test_mistakes_in_a_step(
     model = nn.Linear(1, 1)
     run.keep(model=model)
     errors = (ReductionError, ArgumentTypeError, ArgumentError)
-    step = next(run.steps(1))
+    step = next(_steps := run.steps(1))
     with pytest.raises(errors, match=message), step:
         mistake(step, model(torch.ones(1, 1)).sum())
 

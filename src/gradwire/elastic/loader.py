@@ -13,9 +13,8 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gradwire.elastic.loop import Run
 from gradwire.elastic.shards import Shard, seed_of
-from gradwire.elastic.steps import Step
+from gradwire.elastic.steps import Run, Step
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
@@ -69,12 +68,6 @@ class SeededDataset:
 
     def __delattr__(self, name: str) -> None:
         delattr(self._dataset, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 T = TypeVar("T")

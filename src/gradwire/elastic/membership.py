@@ -78,21 +78,12 @@ def _duplicate(fd: int) -> Iterator[socket.socket]:
         yield duplicate
 
 
-def listening_port(fd: int) -> int:
-    """Return the port that a socket listens on; 0 if it does not listen or was closed."""
-    with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            return int(duplicate.getsockname()[1])
-    return 0
-
-
-def ports_of(fd: int) -> set[int]:
-    """Return the ports of both ends of a connection; empty for other sockets."""
+def ports_of(fd: int) -> tuple[int, ...]:
+    """Return the ports of a connection: this end's, then the other's; empty for other sockets."""
     with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
         if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
-    return set()
+            return duplicate.getsockname()[1], duplicate.getpeername()[1]
+    return ()
 
 
 def shut_down(connections: dict[int, int]) -> None:
@@ -350,7 +341,6 @@ class Absent(NamedTuple):
 
     gone: frozenset[int]  # all of them
     dead: frozenset[int]  # will not come back
-    left: frozenset[int]  # have reported that they left
 
 
 class Monitor:
@@ -403,7 +393,7 @@ class Monitor:
                 if number not in self._seen or self._seen[number][0] != beat:
                     self._seen[number] = (beat, now)
             silent = {n for n in signs.beats if now - self._seen[n][1] > self._silence}
-        return Absent(dead | silent, dead, signs.left)
+        return Absent(dead | silent, dead)
 
     def close(self) -> None:
         """End the thread."""
@@ -451,7 +441,6 @@ class Monitor:
             # a member that passed a barrier earlier than this one may be there for a moment
             if moved_on := before & self._moved_on:
                 return f"members {sorted(moved_on)} have left the generation"
-        absent = self._judge(signs)
-        if lost := absent.gone - absent.left:
+        if lost := self._judge(signs).gone - signs.left:
             return f"members {sorted(lost)} died or gave no sign of life"
         return ""

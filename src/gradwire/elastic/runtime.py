@@ -35,7 +35,6 @@ from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (
     Membership,
     Monitor,
-    listening_port,
     own_connection,
     ports_of,
     shut_down,
@@ -150,8 +149,6 @@ class Groups:
         self._timeout = timedelta(seconds=seconds)
         # members of this host connect to it
         self.listener = Listener() if self._uses_shm else None
-        # members that failed, and since when
-        self.unformed: tuple[frozenset[int], float] | None = None
         _ALL.add(self)
 
     def close(self) -> None:
@@ -210,18 +207,6 @@ class Groups:
         group = ShmProcessGroup(join(rank, peers, self._timeout.total_seconds()))
         group.setGroupName(name)
         return GenerationGroup(group, store, group.abort)
-
-    def give_up(self, decision: p.Decision, rank: int, error: DistributedError) -> None:
-        """Raise if these members could not form a group for long; the last rank raises first."""
-        members, now = frozenset(decision.members), time.monotonic()
-        if self.unformed is None or self.unformed[0] != members:
-            self.unformed = members, now
-        patience = self._timeout.total_seconds() * (len(members) - rank)
-        # the faulty member cannot be known, but one member fewer may succeed
-        if now - self.unformed[1] > patience:
-            raise DistributedError(
-                f"no group could be formed within {patience:g} s: {error}"
-            ) from error
 
 
 def form_gloo(
@@ -329,13 +314,12 @@ def _run(future: Future[Result], form: Callable[[], Result]) -> None:
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
     """Return the connections of a group that was just formed."""
     new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
-    ports = [port for fd in new if (port := listening_port(fd))]
-    store.set(f"ports/{rank}", " ".join(map(str, ports)))
+    ends = {fd: ports for fd in new if (ports := ports_of(fd))}
+    store.set(f"ports/{rank}", " ".join(str(own) for own, _ in ends.values()))
     texts = store.multi_get([f"ports/{other}" for other in range(size)])
     known = {int(port) for text in texts for port in text.split()}
-    # only connections from or to a listening port of a member: another thread of this process may
-    # have opened other sockets
-    return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}
+    # only connections to an end of a member: another thread of this process may have opened others
+    return {fd: new[fd] for fd, (_, other) in ends.items() if other in known}
 
 
 _ALL: WeakSet[Groups] = WeakSet()
@@ -394,18 +378,15 @@ class Runtime:
         """Raise if the first member has other settings; at the first rendezvous, on all members."""
         text = json.dumps(mine, default=str)  # NumPy's numbers, too
         mine, first = json.loads(text), json.loads(self.membership.first("settings", text))
-        differing = [name for name in mine if mine[name] != first.get(name)]
-        if not differing:
-            return
-        name = differing[0]
-        error = MismatchError(
-            f"{name} is {mine[name]!r} on member {self.member.number} and {first.get(name)!r} on "
-            "the first member: pass the same value on all members",
-            [first.get(name), mine[name]],
-        )
-        if self.membership.latest() == 0:  # a newcomer must not end the run of the others
-            self.membership.first("refused", str(error))
-        raise error
+        for name in (name for name in mine if mine[name] != first.get(name)):
+            error = MismatchError(
+                f"{name} is {mine[name]!r} on member {self.member.number} and {first.get(name)!r} "
+                "on the first member: pass the same value on all members",
+                [first.get(name), mine[name]],
+            )
+            if self.membership.latest() == 0:  # a newcomer must not end the run of the others
+                self.membership.first("refused", str(error))
+            raise error
 
     def advance(self) -> bool:
         """Continue until a step is to be computed; return False if all are done."""
@@ -445,7 +426,7 @@ class Runtime:
     def lost(self, error: BaseException) -> None:
         """Leave the generation because a member was lost."""
         self._last_loss = f"{type(error).__name__}: {error}"
-        if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
+        if p.Phase.FORMING <= self.member.phase <= p.Phase.BARRIER:
             self._failed = True
             self._handle(p.Lost())
 
@@ -516,9 +497,9 @@ class Runtime:
                     self.group.leave(failed=self._failed)
                     self._failed = False
                 case p.Form(decision):
-                    self._form(decision)
+                    self._attempt(self._form, decision, p.Formed())
                 case p.Transfer(decision):
-                    self._transfer(decision)
+                    self._attempt(self._transfer, decision, p.Transferred())
                 case p.Finish():
                     self._finish(self.member.held)
                 case p.Reduce() | p.Barrier():
@@ -554,6 +535,7 @@ class Runtime:
                 raise MismatchError(refusal.decode())
             seen = self._seen(number, time.monotonic() - since)
             if p.is_over(seen):
+                self._handle(p.Over())
                 raise RunOverError(*self.membership.why_over())
             self._handle(seen)
             time.sleep(POLL_SECONDS)
@@ -589,32 +571,27 @@ class Runtime:
         finished, others = self.membership.has("finished"), gone - {self.member.number}
         return p.Seen(previous, arrived, others, absent.dead, enough, finished)
 
-    def _form(self, decision: p.Decision) -> None:
+    def _attempt(
+        self, carry_out: Callable[[p.Decision], None], decision: p.Decision, done: p.Event
+    ) -> None:
         try:
-            group = self._groups.form(decision, self.rank, self.membership, self.monitor)
+            carry_out(decision)
         except DistributedError as error:
             if not means_a_loss(error):
                 raise
-            self._groups.give_up(decision, self.rank, error)
-            self._handle(p.Lost())
-            return
-        self._groups.unformed = None
+            self.lost(error)
+        else:
+            self._handle(done)
+
+    def _form(self, decision: p.Decision) -> None:
+        group = self._groups.form(decision, self.rank, self.membership, self.monitor)
         self.group.leave(failed=False)  # the group of this process alone
         self.group = group
         self.monitor.watch(decision.generation, decision.members, group.abort)
         self.on_group()
-        self._handle(p.Formed())
 
     def _transfer(self, decision: p.Decision) -> None:
-        try:
-            self.on_transfer(self.member.number in decision.holders)
-        except DistributedError as error:
-            if not means_a_loss(error):
-                raise
-            self._failed = True
-            self._handle(p.Lost())
-            return
-        self._handle(p.Transferred())
+        self.on_transfer(self.member.number in decision.holders)
 
     def _check(self) -> None:
         if self.monitor.reason:

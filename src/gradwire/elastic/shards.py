@@ -115,13 +115,14 @@ class Samples:
     def _make_order(self, time: int) -> list[int]:
         if not self._shuffle:
             return list(range(self.size))
-        generator = torch.Generator().manual_seed(((self._seed << 32) + time) % 2**64)
+        generator = torch.Generator().manual_seed(seed_of(self._seed, time, 0, "order"))
         order: list[int] = torch.randperm(self.size, generator=generator).tolist()
         return order
 
 
 def seed_of(seed: int, step: int, first: int, use: str = "") -> int:
     """Return a seed for torch, of 64 bits; `use` is the purpose of the random numbers."""
+    # a digest, because torch's generator and NumPy's take the low 32 bits only
     text = f"{seed} {step} {first} {use}".rstrip()
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

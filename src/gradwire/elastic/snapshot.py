@@ -1,4 +1,4 @@
-"""State of training, sent to a new member or saved in a checkpoint: all of it or nothing.
+"""Kept objects, and their state, sent to a new member or saved: all of it or nothing.
 
 Large tensors are sent from their memory, one after the other. Everything else is one message that
 `torch.load(weights_only=True)` reads, which only makes tensors and plain values. A receiver changes
@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
+import hashlib
 import io
 import json
+import os
 import pickle
 import re
+import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 import torch
@@ -28,21 +33,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from gradwire._processes import is_alive, this_process
-from gradwire.ddp import broadcast_options
+from gradwire._digest import digest
+from gradwire._processes import is_alive, this_process, wait_until
+from gradwire.ddp import DistributedDataParallel, broadcast_options
 from gradwire.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CheckpointError,
     MismatchError,
+    NotKeptWarning,
     NotSupportedError,
+    ReductionError,
 )
 
 PIECE_BYTES = 64 << 20
 LARGE_BYTES = 64 << 10
-MAX_ACCELERATORS = 128
-"""Maximum number of accelerators of a sender's host."""
 _TENSOR = "gradwire tensor"
 """Only key of the dict that takes the place of a tensor."""
 
@@ -50,9 +59,176 @@ PREFIX = "step-"
 PARTIAL = ".partial "
 """Prefix of the folder of an incomplete checkpoint; its name ends with the writing process."""
 ABOUT = "gradwire_run"
-"""Entry of a checkpoint: its number of steps, and the states without their tensors."""
+"""Entry of a checkpoint: its steps, the states without their tensors, and the order of samples."""
 LINEAGE = "gradwire_lineage"
 """File in a checkpoint's folder with the name of its lineage."""
+TURN_SECONDS = 300.0
+CHECKSUMS = "gradwire_sha256"
+"""File with the checksums of the others, for `sha256sum --check`, too."""
+
+
+class Stepper(Protocol):
+    """Object that is stepped once when a step is committed: an optimizer or a schedule."""
+
+    def step(self) -> Any:
+        """Advance by one step."""
+        ...
+
+
+class Kept:
+    """Objects that `Run.keep` was given."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.models: list[DistributedDataParallel] = []
+        self.parameters: list[Parameter] = []
+        # of this training and its checkpoints; a member that receives or loads a state continues it
+        self.lineage = secrets.token_hex(8)
+        self._named: list[tuple[str, Parameter]] = []
+        self._modules: list[nn.Module] = []
+        self._warned_of: set[type] = set()
+        self.first_buffers: list[Tensor] = []  # values at the beginning of the step
+        self._first_step = -1
+
+    def keep(self, name: str, value: Any) -> None:
+        """Add an object."""
+        if not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
+            kind = type(value).__name__
+            raise ArgumentTypeError(
+                f"{name} is {kind}: pass an object with state_dict and load_state_dict"
+            )
+        self.objects[name] = value
+        if isinstance(value, nn.Module):
+            known = {*map(id, self.parameters), *map(id, self._modules)}
+            own = value.named_parameters()
+            self._named += [(f"{name}.{n}", p) for n, p in own if id(p) not in known]
+            self.parameters = [p for _, p in self._named]
+            self._modules += [m for m in value.modules() if id(m) not in known]
+        if isinstance(value, DistributedDataParallel):
+            self.models.append(value)
+
+    def buffers(self) -> list[Tensor]:
+        """Return the current buffers of all modules; forward may have replaced their tensors."""
+        found = (b for m in self._modules for b in m._buffers.values())
+        return [b for b in found if b is not None and b.numel()]
+
+    def beside(self) -> list[Any]:
+        """Return the state for a new member that `state_dict` does not contain."""
+        return [[p.requires_grad for p in self.parameters], self._not_persistent(), self.lineage]
+
+    @torch.no_grad()
+    def put_beside(self, received: Sequence[Any]) -> None:
+        """Load the values that `beside` returned on another member."""
+        trained, values, lineage = received
+        own = self._not_persistent()
+        kinds = [[(tuple(b.shape), b.dtype) for b in buffers] for buffers in (own, values)]
+        if len(trained) != len(self.parameters) or kinds[0] != kinds[1]:
+            raise MismatchError(
+                f"the models have {len(self.parameters)} parameters and non-persistent buffers of "
+                f"{kinds[0]} here, but {len(trained)} and {kinds[1]} on the member that has the "
+                "state: build the same models on all members"
+            )
+        self.lineage = lineage
+        for parameter, is_trained in zip(self.parameters, trained, strict=True):
+            parameter.requires_grad_(is_trained)
+        for buffer, value in zip(own, values, strict=True):
+            buffer.copy_(value)
+        self._first_step = -1  # the values of buffers at its beginning are of another state
+
+    def _not_persistent(self) -> list[Tensor]:
+        return [
+            buffer
+            for module in self._modules
+            for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set
+        ]
+
+    def warn_of_unkept(self, steppers: Iterable[object]) -> None:
+        """Warn, once per type, of stepped objects with a state that are not kept."""
+        for stepper in steppers:
+            kind, kept = type(stepper), self.objects.values()
+            if kind in self._warned_of or not hasattr(kind, "state_dict"):
+                continue
+            if any(stepper is part for value in kept for part in (value, *_parts(value))):
+                continue
+            self._warned_of.add(kind)
+            warnings.warn(
+                f"step.commit got a {kind.__name__} that was not passed to run.keep: a member that "
+                "joins later would begin with a new one. Before run.steps, call "
+                f"run.keep({kind.__name__.lower()}=...), or keep an object with it as an attribute",
+                NotKeptWarning,
+                stacklevel=4,  # the loop
+            )
+
+    def set_group(self, group: ProcessGroup) -> None:
+        """Set the process group of the models."""
+        for model in self.models:
+            model.process_group = group
+
+    def begin_step(self, step: int, *, sync: bool) -> None:
+        """Clear gradients, and restore buffers to their values at the beginning of the step."""
+        self.swap_gradients(repeat(None))
+        for model in self.models:
+            # set if DistributedDataParallel averages gradients and buffers itself
+            model.require_backward_grad_sync = sync
+            model.require_forward_param_sync = sync
+        if self._first_step == step:
+            self.put_buffers_back(step)
+        else:
+            self._first_step = step
+            self.first_buffers = [b.detach().clone() for b in self.buffers()]
+
+    def versions(self) -> dict[str, object]:
+        """Return the version counters of the parameters."""
+        return {name: None if p.is_inference() else p._version for name, p in self._named}
+
+    def digests_of_frozen(self) -> dict[str, object]:
+        """Return digests of the frozen parameters, which a write to their `.data` changes, too."""
+        return {name: digest([p]) for name, p in self._named if not p.requires_grad}
+
+    def trained(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters that are trained, and their names."""
+        return [(name, p) for name, p in self._named if p.requires_grad]
+
+    def swap_gradients(self, others: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """Set the gradients of all parameters, and return the previous ones."""
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, others, strict=False):
+            parameter.grad = gradient
+        return taken
+
+    @torch.no_grad()
+    def put_buffers_back(self, step: int) -> None:
+        """Restore the buffers that forward has changed, if that step has begun here."""
+        if self._first_step == step:
+            for buffer, value in zip(self.buffers(), self.first_buffers, strict=True):
+                buffer.copy_(value)
+
+
+def _parts(value: object) -> Iterator[object]:
+    """Yield the attributes of an object, and the entries of lists and dicts among them."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        if name == "optimizer" and isinstance(value, LRScheduler):
+            continue  # a schedule steps its optimizer, but does not save its state
+        yield part
+        if isinstance(part, list | tuple | dict):
+            yield from part.values() if isinstance(part, dict) else part
+
+
+def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:
+    """Raise if an optimizer would step a parameter whose gradient was not reduced."""
+    # otherwise the parameters of the members would silently diverge
+    for stepper in steppers:
+        for number, group in enumerate(getattr(stepper, "param_groups", ())):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and id(parameter) not in reduced:
+                    raise ReductionError(
+                        f"{type(stepper).__name__} steps a parameter of shape "
+                        f"{tuple(parameter.shape)}, {index} of its group {number}, whose gradient "
+                        "was not reduced over the members: before run.steps, pass run.keep a model "
+                        "that has it (with reproducible=False in DistributedDataParallel); freeze "
+                        "and unfreeze parameters between two steps"
+                    )
 
 
 class Snapshot(NamedTuple):
@@ -103,22 +279,12 @@ def _filled(states: Any, tensor_at: Callable[[Any], Tensor]) -> Any:
     return _replaced(states, fill)
 
 
-def locations() -> str | dict[str, str]:
-    """Return where tensors are put: those of any accelerator on this member's current one."""
-    own = torch.accelerator.current_accelerator()
-    if own is None or not torch.accelerator.is_available():
-        return "cpu"
-    here = f"{own.type}:{torch.accelerator.current_device_index()}"
-    # the sender's may have a number that this host does not have
-    return {f"{own.type}:{number}": here for number in range(MAX_ACCELERATORS)}
-
-
 def take_over(kept: Mapping[str, Any], data: Snapshot) -> Any:
     """Load a state of `dump` into kept objects, which take over its tensors; return `beside`."""
     try:
-        states, beside = torch.load(
-            io.BytesIO(data.header), weights_only=True, map_location=locations()
-        )
+        # to the CPU: this host may lack the sender's accelerator; models and optimizers copy
+        file = io.BytesIO(data.header)
+        states, beside = torch.load(file, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
@@ -127,13 +293,8 @@ def take_over(kept: Mapping[str, Any], data: Snapshot) -> Any:
             f"state_dict of the kept objects ({', '.join(sorted(kept))})"
         ) from error
 
-    states = _filled(states, data.tensors.__getitem__)
-    if states.keys() != kept.keys():
-        raise MismatchError(
-            f"run.keep got {sorted(kept)} here, but {sorted(states)} on the member that has the "
-            "state: keep the same names on all members"
-        )
-    for name, state in states.items():
+    # of the same names, which are compared with the settings of the first member
+    for name, state in _filled(states, data.tensors.__getitem__).items():
         try:
             put(kept[name], state)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -156,11 +317,10 @@ def put(value: Any, state: Any) -> None:
     # `Optimizer.load_state_dict` has cast the state to the dtypes of the parameters
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in value.param_groups for p in group["params"]]
-    if len(numbers) == len(parameters):
-        for number, parameter in zip(numbers, parameters, strict=True):
-            loaded, received = value.state.get(parameter), state["state"].get(number)
-            if isinstance(loaded, dict) and isinstance(received, dict):
-                loaded.update(_received(loaded, received, parameter))
+    for number, parameter in zip(numbers, parameters, strict=True):
+        loaded, received = value.state.get(parameter), state["state"].get(number)
+        if isinstance(loaded, dict) and isinstance(received, dict):
+            loaded.update(_received(loaded, received, parameter))
 
 
 def _received(loaded: Any, received: Any, parameter: Tensor) -> Any:
@@ -220,31 +380,67 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
 
 
 def save(
-    kept: Mapping[str, Any], step: int, folder: Path, *, lineage: str = "", keep: int | None = None
+    kept: Mapping[str, Any],
+    step: int,
+    folder: Path,
+    *,
+    lineage: str = "",
+    keep: int | None = None,
+    order: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint of the kept objects, atomically; return its path, `folder/step-N`."""
     final = path_of(folder, step)
     _check_lineage(folder, final, lineage)
     try:
-        if not final.exists():  # otherwise a member that was lost wrote the same bits
-            _write(kept, step, final, lineage)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _turn(folder):
+            if not final.exists():  # otherwise another member wrote the same bits
+                _write(kept, (step, order or {}), final, lineage)
+            if keep is not None:
+                _remove_old(folder, final, lineage, keep)
     except (OSError, CheckpointException) as error:  # the latter derives from BaseException
-        raised: BaseException = error
-        if isinstance(error, CheckpointException):
-            raised = next((e for e, _ in error.failures.values()), error)
+        raised = _cause(error)
         if not isinstance(raised, Exception):
             raise
+        found = "could not be written, and its partial files are removed"
+        if final.exists():
+            found = f"is written, but earlier ones, beyond keep={keep}, could not be removed"
         raise CheckpointError(
-            f"the checkpoint {final} could not be written, and its partial files are removed: "
-            f"{raised!r}. Remove the cause, such as a full disk, or save to another folder"
+            f"the checkpoint {final} {found}: {raised!r}. Remove the cause, such as a full disk, "
+            "or save to another folder"
         ) from raised
-    if keep is not None:  # a number of checkpoints of this lineage
-        _remove_old(folder, final, lineage, keep)
     return final
 
 
-def _write(kept: Mapping[str, Any], step: int, final: Path, lineage: str) -> None:
-    final.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Wait until no other member writes in a folder, up to TURN_SECONDS."""
+    opened = os.open(folder, os.O_RDONLY)
+
+    def is_locked() -> bool:
+        # where there are no locks, members may write at once: one of them renames first
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    try:
+        wait_until(is_locked, TURN_SECONDS)
+        yield
+    finally:
+        fcntl.flock(opened, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        os.close(opened)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the first failure of a CheckpointException, which has the tracebacks of all."""
+    of_ranks = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((each for each, _ in of_ranks), error)
+
+
+def _write(kept: Mapping[str, Any], about: tuple[int, Any], final: Path, lineage: str) -> None:
     _remove_abandoned(final.parent)
     partial = _partial(final)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -264,8 +460,10 @@ def _write(kept: Mapping[str, Any], step: int, final: Path, lineage: str) -> Non
         with warnings.catch_warnings():  # about a single process that saves
             warnings.simplefilter("ignore", UserWarning)
             # in a tuple, because the format would change keys of dicts, and omit empty ones
-            dcp.save({**tensors, ABOUT: (step, states)}, checkpoint_id=partial, no_dist=True)
+            entries = {**tensors, ABOUT: (states, *about)}
+            dcp.save(entries, checkpoint_id=partial, no_dist=True)
         (partial / LINEAGE).write_text(lineage)
+        (partial / CHECKSUMS).write_text("\n".join(_checksums(partial)) + "\n")
         try:
             partial.rename(final)
         except OSError:
@@ -280,10 +478,32 @@ def _partial(final: Path) -> Path:
     return final.parent / f"{PARTIAL}{final.name} {quote(this_process(), safe='')}"
 
 
+def _checksums(folder: Path) -> list[str]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name != CHECKSUMS:
+            with path.open("rb") as file:
+                found.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
+    return found
+
+
+def _damage(path: Path) -> str:
+    """Return why a checkpoint cannot be used; "" if its files are as they were written."""
+    try:
+        stored = (path / CHECKSUMS).read_text(errors="replace").splitlines()
+        found = _checksums(path)
+    except OSError as error:
+        return str(error)
+    unfit = [line[66:] for line in stored if line not in found]  # names, after the digests
+    if not unfit and stored and stored[-1].endswith(LINEAGE):
+        return ""
+    return f"{CHECKSUMS} does not fit {', '.join(unfit) or 'its files'}"
+
+
 def lineage_of(path: Path) -> str:
     """Return the lineage of a checkpoint; "" if unknown."""
     try:
-        return (path / LINEAGE).read_text()
+        return (path / LINEAGE).read_text(errors="replace")
     except OSError:
         return ""
 
@@ -302,17 +522,9 @@ def _remove_old(folder: Path, final: Path, lineage: str, keep: int) -> None:
     """Remove all but the last `keep` checkpoints of a lineage."""
     found = sorted(p for p in folder.glob(f"{PREFIX}*") if p.name <= final.name)
     for path in [p for p in found if lineage_of(p) == lineage][:-keep]:
-        partial = _partial(path)
-        try:
-            path.rename(partial)  # a kill in between leaves no incomplete checkpoint
-            shutil.rmtree(partial)
-        except FileNotFoundError:
-            continue  # another member was faster
-        except OSError as error:
-            raise CheckpointError(
-                f"{final} is written, but {path}, which exceeds keep={keep}, could not be removed: "
-                f"{error!r}"
-            ) from error
+        with contextlib.suppress(FileNotFoundError):  # another member was faster
+            # a kill in between leaves no incomplete checkpoint
+            shutil.rmtree(path.rename(_partial(path)))
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -334,8 +546,16 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(kept: Mapping[str, Any], path: Path) -> int:
-    """Load a checkpoint into the kept objects; return its number of committed steps."""
+def load(kept: Mapping[str, Any], path: Path) -> tuple[int, dict[str, Any]]:
+    """Load a checkpoint into the kept objects; return its number of steps and order of samples."""
+    if damage := _damage(path):
+        earlier = [p for p in sorted(path.parent.glob(f"{PREFIX}*")) if p.name < path.name]
+        usable = next((p.name for p in reversed(earlier) if not _damage(p)), None)
+        then = f"run.load then uses {usable}" if usable else "there is no other one to use"
+        raise CheckpointError(
+            f"{path} is damaged, or is not a checkpoint of an elastic run ({damage}): remove it; "
+            f"{then}"
+        )
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -343,9 +563,9 @@ def load(kept: Mapping[str, Any], path: Path) -> int:
     reader, planner = dcp.FileSystemReader(path), _EmptyStateDictLoadPlanner()
     try:
         _load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
-        step, states = found[ABOUT]
+        states, step, order = found[ABOUT]
     except (OSError, CheckpointException, KeyError) as error:
-        raise ArgumentError(f"{path} is not a checkpoint of an elastic run: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {_cause(error)!r}") from None
     if states.keys() != kept.keys():
         raise ArgumentError(
             f"{path} has {sorted(states)}, and run.keep got {sorted(kept)}: keep the saved objects"
@@ -358,4 +578,4 @@ def load(kept: Mapping[str, Any], path: Path) -> int:
             value.load_state_dict(states[name])
         else:
             put(value, states[name])
-    return int(step)
+    return int(step), order

@@ -1,23 +1,33 @@
-"""Step of an elastic run, and the work of this member in it."""
+"""An elastic run on this member: `join`, the loop over steps, and the work in each."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import repeat
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Store
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwire._digest import digest
+from gradwire._groups import mark_temporary
 from gradwire.elastic import snapshot
-from gradwire.elastic.kept import Kept, Stepper, check_reduced
+from gradwire.elastic.membership import BEAT_SECONDS, members_of_environment, store_of_environment
+from gradwire.elastic.protocol import Phase
 from gradwire.elastic.runtime import Runtime, let_go, may_mean_a_loss, means_a_loss
-from gradwire.elastic.shards import Samples, Shard, Speeds, assign, deal, seed_of
+from gradwire.elastic.shards import Samples, Shard, Speeds, assign, check_shards, deal, seed_of
+from gradwire.elastic.snapshot import Kept, Stepper, check_reduced
+from gradwire.elastic.supervisor import end_with_reports, report
 from gradwire.elastic.tree_sum import Contribution, TreeSum, gradient_dtype
 from gradwire.errors import (
     ArgumentError,
@@ -26,6 +36,297 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
+
+
+def join(
+    store: Store | None = None,
+    *,
+    members: int | None = None,
+    backend: str = "shm",
+    shards: int = 8,
+    reproducible: bool = True,
+    seed: int = 0,
+    timeout: timedelta = timedelta(minutes=5),
+    silence: timedelta = timedelta(seconds=5),
+    nan_guard: bool = False,
+    check_replicas: int = 100,
+    name: str = "run",
+) -> Run:
+    """Join an elastic run.
+
+    Other members do not wait for this process before it begins its steps.
+
+    Args:
+        store: Store that no member hosts; None for the one that `python -m gradwire.elastic` or the
+            environment variable GRADWIRE_ELASTIC_STORE (host:port) names.
+        members: Number of processes that the first generation waits for; None for the launcher's
+            number, or 1.
+        backend: "shm", which falls back to Gloo if members are on several hosts, or "gloo".
+        shards: Number of shards of a step's batch: a power of two, the same on all members.
+        reproducible: True to add gradients in one fixed tree over the shards, which gives the same
+            bits with any members. False to let DistributedDataParallel average them, with its
+            overlap and hooks; each member then runs its shards as one.
+        seed: Seed of random numbers in forward, by step and shard, and of the order of samples.
+        timeout: Timeout of a collective, of the wait for the first members, and of the wait for a
+            member that is alive but does not come.
+        silence: Time without a sign of life after which a member counts as lost. Dead processes of
+            this host are noticed at once.
+        nan_guard: True to raise on all members, naming rank, parameter and step, before a gradient
+            or a change by `Step.local` that is not finite reaches the others, and before a sum of
+            them that is too large is committed.
+        check_replicas: Number of steps between two comparisons of the members' parameters, which
+            are also compared when the members change; 0 for none, for hosts that round differently.
+        name: Name of the run, for a store with several runs.
+
+    Raises:
+        ArgumentError: There is no store, or an argument is invalid.
+        NotSupportedError: This process has another version of PyTorch or gradwire than the run, or
+            runs as another user than the members with which it would share memory.
+        DistributedError: The store does not answer.
+
+    Example:
+        A single process; its gradients are the sum over all shards.
+
+        >>> import torch
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        >>> run = join(dist.HashStore(), shards=2)
+        >>> run.keep(model=net, optimizer=optimizer)
+        >>> data = torch.arange(8.0).view(8, 1)
+        >>> for step in run.steps(3, samples=8, batch=4):
+        ...     with step:
+        ...         for shard in step.shards:
+        ...             step.backward(net(data[step.sample_ids(shard)]).mean())
+        ...         step.commit(optimizer)
+        >>> run.committed_steps, run.size
+        (3, 1)
+    """
+    if backend not in ("shm", "gloo"):
+        raise ArgumentError(f"backend is {backend!r}: pass 'shm' or 'gloo'")
+    for argument, value in (("timeout", timeout), ("silence", silence)):
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
+    if silence.total_seconds() < 3 * BEAT_SECONDS:
+        raise ArgumentError(f"silence is {silence}: pass at least {3 * BEAT_SECONDS:g} s")
+    if check_replicas < 0:
+        raise ArgumentError(f"check_replicas is {check_replicas}: pass a number of steps, or 0")
+    if members is None:
+        members = members_of_environment()
+    runtime = Runtime(
+        store_of_environment(timeout) if store is None else store,
+        name,
+        expect=members,
+        backend=backend,
+        timeout=timeout.total_seconds(),
+        silence=silence.total_seconds(),
+    )
+    settings = Settings(check_shards(shards), reproducible, seed, nan_guard, check_replicas)
+    run = Run(runtime, settings)
+    report(finished=False, member=run.number)  # a previous run of this process may have finished
+    known = weakref.ref(run)
+    end_with_reports(
+        run.number, lambda: None if (found := known()) is None else found.committed_steps
+    )
+    return run
+
+
+class Run:
+    """This process's part in an elastic run. Use `join` to create it."""
+
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+        self._runtime, self._settings = runtime, settings
+        self._steps = MemberSteps(runtime, settings)
+        self._kept = self._steps.kept
+        # arguments that the order of samples depends on, as given or loaded; empty if unknown
+        self._order: dict[str, Any] = {}
+        self._has_ended = False  # the loop over steps
+
+    # -- properties -----------------------------------------------------------------
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Process group of this generation.
+
+        Before the first step and after the last one, it is a group of this process alone.
+        Each generation has a new one, which is set on kept models. Use it within a step: between
+        two steps, members do not recover from the loss of another.
+
+        Raises:
+            NotSupportedError: The generation has ended, and the next step has not begun.
+        """
+        group = self._runtime.process_group
+        mark_temporary(group)
+        return group
+
+    @property
+    def rank(self) -> int:
+        """Rank of this member in the generation."""
+        return self._runtime.rank
+
+    @property
+    def size(self) -> int:
+        """Number of members of the generation."""
+        return self._runtime.size
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation; 0 before the first."""
+        decision = self._runtime.member.decision
+        return 0 if decision is None else decision.generation
+
+    @property
+    def number(self) -> int:
+        """Number of this process, unique within the run."""
+        return self._runtime.member.number
+
+    @property
+    def committed_steps(self) -> int:
+        """Number of committed steps."""
+        return self._steps.committed_steps
+
+    # -- before the first step -------------------------------------------------------------
+
+    def keep(self, **objects: Any) -> None:
+        """Declare the state of training, which a new member receives from another.
+
+        Pass the same names on all members, before the first step. Models, wrapped in
+        DistributedDataParallel or not, are trained; optimizers and other objects with `state_dict`
+        and `load_state_dict` are transferred.
+
+        Raises:
+            ArgumentTypeError: An object has no `state_dict` or `load_state_dict`.
+            ArgumentError: The run has begun.
+        """
+        self._check_not_begun("run.keep")
+        for name, value in objects.items():
+            self._kept.keep(name, value)
+
+    def _check_not_begun(self, call: str) -> None:
+        if self.generation:
+            raise ArgumentError(f"{call} was called after the first step: call it before run.steps")
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def steps(
+        self, steps: int, *, samples: int | None = None, batch: int = 64, shuffle: bool = True
+    ) -> Iterator[Step]:
+        """Yield the steps that are still to be committed, each as often as necessary.
+
+        Args:
+            steps: Number of steps in the whole run, the same on all members.
+            samples: Size of the dataset, if `Step.sample_ids` is used.
+            batch: Number of samples in a step, over all members.
+            shuffle: True for another order of samples in each pass over the dataset.
+
+        Raises:
+            ArgumentError: No model is kept, the run has begun before, or the loaded checkpoint was
+                saved with another `samples`, `batch`, `shuffle` or `seed`.
+            RunOverError: The other members finished before this process was admitted, or while it
+                showed no sign of life.
+            PeerFailedError: A member asked all to raise an error.
+            MismatchError: A member has other arguments, here or of `join`. It is raised on all
+                members before the first generation, and later on the newcomer.
+        """
+        if self.generation:
+            raise ArgumentError("run.steps was called before: join another run to do more steps")
+        if not self._kept.parameters:
+            raise ArgumentError("run.keep got no model: call run.keep(model=..., optimizer=...)")
+        if not self._settings.reproducible and not self._kept.models:
+            raise ArgumentError(
+                "reproducible=False needs a DistributedDataParallel in run.keep: wrap the model, "
+                "with process_group=run.group"
+            )
+        order: dict[str, Any] = {}
+        if samples is not None:
+            shards, seed = self._settings.shards, self._settings.seed
+            self._steps.samples = Samples(
+                samples, batch=batch, shards=shards, seed=seed, shuffle=shuffle
+            )
+            order = {"samples": samples, "batch": batch, "shuffle": shuffle}
+            order |= {"seed": seed} if shuffle else {}
+        for name, value in order.items():
+            if (loaded := self._order.get(name, value)) != value:
+                raise ArgumentError(
+                    f"{name} is {value!r}, but {loaded!r} in the loaded checkpoint: the next steps "
+                    "would skip and repeat samples. Pass the same value, or choose samples in the "
+                    "loop, without samples="
+                )
+        self._order = order
+        settings = {**asdict(self._settings), **order, "steps": steps, "samples": samples}
+        settings["keep"] = sorted(self._kept.objects)
+        try:
+            self._runtime.start(steps, self._steps.start, settings)
+            while self._runtime.advance():
+                self._steps.offered = self.committed_steps
+                yield Step(self._steps, self.committed_steps)
+        finally:
+            self._steps.offered, self._has_ended = None, True
+            self._runtime.stop()
+
+    def stop(self) -> None:
+        """Ask to end the run; all members stop after the same step.
+
+        That is the next step whose gradients are reduced: called within its block, before
+        `Step.reduce` and `Step.commit`, the current step. If all members call it in the same step
+        because of values that all have, it is that step whichever members are lost. If a single
+        member calls it, for example on a signal, the request is lost when that member is lost
+        before its gradients are reduced.
+        """
+        self._steps.asks_to_stop = True
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+        """Write a checkpoint of the kept objects between two steps, on the first member.
+
+        The format is that of torch.distributed.checkpoint. The checkpoint `step-N` in the folder is
+        complete or does not exist. All members may call `save`; the others return at once, and do
+        not see an error. If the loop does not handle the error, the first member ends, and another
+        one writes at the next call. After the loop, each member in turn writes the checkpoint
+        unless another has written it, so that it is there if any member lives.
+
+        Args:
+            folder: Folder for the checkpoints of this training only.
+            keep: Number of checkpoints to keep, the last ones; None for all.
+
+        Raises:
+            ArgumentError: The folder has a checkpoint of as many steps or more of another training
+                that was not loaded with `load`.
+            CheckpointError: Writing failed, for example on a full disk; no partial files are left.
+        """
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ArgumentError(f"keep is {keep!r}: pass an int above 0, or None to keep all")
+        folder, step, kept = Path(folder), self.committed_steps, self._kept
+        over = self._runtime.member.phase is Phase.OVER  # its state is not that of the run
+        if over or (self.rank != 0 and not self._has_ended):
+            return snapshot.path_of(folder, step)
+        kept.put_buffers_back(step)  # a failed step may have changed them
+        return snapshot.save(
+            kept.objects,
+            step,
+            folder,
+            lineage=kept.lineage,
+            keep=keep,
+            order=self._order,
+        )
+
+    def load(self, folder: str | Path) -> bool:
+        """Load the checkpoint with the most steps in a folder; return False if there is none.
+
+        Call it before `steps`, on any number of members: the member with the most steps sends its
+        state to the others.
+
+        Raises:
+            ArgumentError: The checkpoint holds other objects, or the run has begun.
+            CheckpointError: The checkpoint is damaged; the message names the last one that is not.
+        """
+        self._check_not_begun("run.load")
+        path = snapshot.latest(Path(folder))
+        if path is None:
+            return False
+        self._steps.start, self._order = snapshot.load(self._kept.objects, path)
+        self._kept.lineage = snapshot.lineage_of(path)
+        return True
 
 
 class Step:
@@ -119,7 +420,7 @@ class Step:
 
         Raises:
             ReductionError: There is no current shard, or it had its backward.
-            NotSupportedError: The run has `reproducible=False`.
+            NotSupportedError: The run has `reproducible=False`, or a frozen parameter has changed.
 
         Example:
             >>> import torch, torch.distributed as dist
@@ -150,17 +451,21 @@ class Step:
         work, weight = self._work, self._work.check_weight(shard, weight)
         if not work.settings.reproducible:
             raise NotSupportedError("step.local needs elastic.join(reproducible=True)")
-        parameters = [p for p in work.kept.parameters if p.requires_grad]
-        first = [p.detach().clone() for p in parameters]
+        first = [(name, p, p.detach().clone()) for name, p in work.kept.trained()]
+        frozen = work.kept.digests_of_frozen()
         try:
-            yield make(parameters)
-            for parameter, value in zip(parameters, first, strict=True):
-                now, dtype = parameter.detach(), gradient_dtype(parameter)
-                parameter.grad = None if torch.equal(now, value) else (value - now).to(dtype)
+            yield make([p for _, p, _ in first])
+            work.check_unwritten(frozen, work.kept.digests_of_frozen())
+            for name, parameter, value in first:
+                change, parameter.grad = value - parameter.detach(), None
+                if weight and change.count_nonzero():  # one that counts nothing may be NaN
+                    parameter.grad = change.to(gradient_dtype(parameter))
+                    if work.settings.nan_guard:
+                        work.check_finite(name, parameter.grad)
         finally:
-            for parameter, value in zip(parameters, first, strict=True):
+            for _, parameter, value in first:
                 parameter.detach().copy_(value)
-            work.kept.note_versions()
+            work.versions = work.kept.versions()
         work.add_shard(shard, weight, hold=work.runtime.size > 1)
         self._current = None
 
@@ -198,7 +503,7 @@ class Step:
         self.committed = True
 
     def __enter__(self) -> Step:
-        self._work.begin_step()
+        self._work.begin_step(self.number)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -235,6 +540,8 @@ class MemberSteps:
         self.start = 0  # steps that were committed before the run
         # the former: to stop after the next step whose gradients are reduced
         self.asks_to_stop = self._stops = False
+        self.offered: int | None = None  # the step whose block comes next
+        self.versions: dict[str, object] = {}  # of the parameters at the beginning of the step
         self._steppers: tuple[Stepper, ...] = ()
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
@@ -243,6 +550,7 @@ class MemberSteps:
         self._speeds = Speeds(1)
         self._held: dict[int, Contribution] = {}  # results of local steps, for a repeated step
         self._held_step = 0
+        self._guarded: set[str] = set()  # parameters whose gradients are checked in backward
         self._for_this_step = False  # shards are dealt by the results that members hold
         # False at the beginning of a generation
         self._settled = self._compared = False
@@ -279,10 +587,21 @@ class MemberSteps:
 
     # -- called by a step --------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, number: int) -> None:
         """Clear gradients, and restore buffers to their values at the beginning of the step."""
-        self._taken = []
-        self.kept.begin_step(self.committed_steps, sync=not self.settings.reproducible)
+        if self.offered != number:
+            raise ReductionError(
+                f"step {number} is not the current one: begin each step of run.steps once, and "
+                "keep what run.steps returned until the last one, as a for loop does"
+            )
+        self.offered, self._taken = None, []
+        self.kept.begin_step(number, sync=not self.settings.reproducible)
+        self.versions = self.kept.versions()
+        if self.settings.nan_guard:
+            for name, parameter in self.kept.trained():
+                if name not in self._guarded:
+                    self._guarded.add(name)
+                    parameter.register_hook(partial(self.check_finite, name))
         if self._tree is not None and self._tree.fits():
             self._tree.clear()
         elif self._tree is not None:
@@ -330,18 +649,41 @@ class MemberSteps:
                     model.weight(share)
             loss.backward()
             self._speeds.end()
-        try:
-            self.kept.check_unwritten(self.committed_steps)
-        except NotSupportedError as error:
-            self.runtime.end_all(error)
-            raise
+        self.check_unwritten(self.versions, self.kept.versions())
+
+    def check_unwritten(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+        """Raise on all members if a parameter was written to, by its values before and now."""
+        changed = [name for name, value in before.items() if now.get(name, value) != value]
+        if not changed:
+            return
+        error = NotSupportedError(
+            f"parameter {changed[0]!r} was written to within step {self.committed_steps}, as by "
+            "the forward of Embedding(max_norm=): members run different shards, so that its values "
+            "would diverge. Write to parameters once per step, in the step() of an object that is "
+            "passed to step.commit after the optimizer"
+        )
+        self.runtime.end_all(error)
+        raise error
+
+    def check_finite(self, name: str, gradient: Tensor, *, of_shard: bool = True) -> None:
+        """Raise if a gradient is not finite."""
+        values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+        if bool(values.isfinite().all()):
+            return
+        text = f"step {self.committed_steps}: the gradient of {name!r} is not finite; "
+        if of_shard:
+            text = f"rank {self.runtime.rank} (member {self.runtime.member.number}), {text}"
+            text += "it was not sent to other members"
+        else:  # no member's fault
+            text += "that of each shard is, but their sum is too large"
+        raise ReductionError(text, [name])
 
     @torch.no_grad()
     def add_shard(self, shard: Shard, weight: float, *, hold: bool) -> None:
         """Add the gradients of a shard; keep a copy for a repeated step if `hold`."""
         assert self._tree is not None
         # relative to the first shard: equal shards need no multiplication
-        found = self._tree.collect(weight / self._count(Shard(0, 1)), apart=hold)
+        found = self._tree.collect(weight / self._count(Shard(0, 1)))
         if hold:
             self._held_step = self.committed_steps
             self._held[shard.first] = self._tree.copy_of(found)
@@ -373,6 +715,10 @@ class MemberSteps:
         self._compare(notes.digests)
         self._compared = True
         self._changed, self._stops = changed, notes.stop
+        if self.settings.nan_guard:  # sums of finite gradients may overflow, alike on all members
+            for name, parameter in self.kept.trained():
+                if parameter.grad is not None:
+                    self.check_finite(name, parameter.grad, of_shard=False)
         self._speeds.note(notes.seconds, self._counts)
 
     @property

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.buckets import memory_strides
-from gradwire.elastic.kept import Kept
+from gradwire.elastic.snapshot import Kept
 from gradwire.errors import NotSupportedError, ReductionError
 
 Node = tuple[int, int]
@@ -207,7 +207,7 @@ class TreeSum:
         self._used, self._changed = (torch.zeros(n, dtype=torch.uint8) for n in self._flags)
         self._missing = deque(self._own)
 
-    def collect(self, weight: float, *, apart: bool) -> Contribution:
+    def collect(self, weight: float) -> Contribution:
         """Take the gradients of a shard's mean, multiplied by the shard's weight."""
         used, flats = torch.zeros_like(self._used), []
         for column in self._of_gradients:
@@ -239,12 +239,8 @@ class TreeSum:
                 f"forward has changed the shapes of buffers from {before} to {after}: allocate "
                 "them with their final shapes before run.steps"
             )
-        # apart: the result is used without those of this member's previous shards
-        changed = torch.zeros_like(self._changed) if apart else self._changed.clone()
-        known = changed.tolist()
-        for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
-            if not known[index] and not torch.equal(buffer, value):
-                changed[index] = 1
+        pairs = zip(buffers, first, strict=True)
+        changed = torch.tensor([not torch.equal(b, f) for b, f in pairs], dtype=torch.uint8)
         for column in self._of_buffers:
             flats.append(column.take())
             sources = [buffers[i] for i in column.indices]
