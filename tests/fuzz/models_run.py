@@ -412,8 +412,7 @@ def _as_if_large(seed: int) -> Iterator[None]:
             patch(packed, "AT_ONCE_BYTES", 40)
             patch(assignment, "IN_PLACE_BYTES", 100)
         elif seed % 3 == 2:
-            patch(packed, "CACHED", ())
-            patch(packed, "MOVE_BYTES", 40)
+            patch(packed, "AT_ONCE_BYTES", 1 << 60)
             patch(assignment.BucketSet, "_on_cpu", False)
         yield
 

@@ -58,10 +58,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Adjoint convention: the objective is Σ_r L_r / W, the mean of the ranks' losses.
 
-    Gradients of 4 KiB and more may be stored in their bucket's memory, also without
-    `gradient_as_bucket_view`. A gradient that is kept after `zero_grad` keeps its values, and also
-    the memory of the whole bucket: `clone()` gradients that are kept for long.
-
     Args:
         module: Module with at least one parameter that requires a gradient.
         device_ids: None, or a list of the single accelerator that the module is on. Inputs are

@@ -118,7 +118,7 @@ class BucketSet:
         as_views = self.options.gradient_as_bucket_view
         old_views = {i: self.parameters[i].grad for i in order} if as_views else {}
         buckets: list[Bucket] = []
-        context = BucketContext(self.group, self.ownership, self.options, lend=self._on_cpu)
+        context = BucketContext(self.group, self.ownership, self.options)
         extra_numel = 0 if self._with_hook else self._extra_numel
         scale = 1.0 if self._with_hook else 1.0 / self.group.size()
         carrier = self._carrier(order)
@@ -198,11 +198,6 @@ class BucketSet:
         """Prepare for the next backward."""
         for bucket in self._buckets:
             bucket.reset()
-
-    def take_back(self) -> None:
-        """Set lent gradients that nothing was added to back to None: gradients are missing."""
-        for bucket in self._buckets:
-            bucket.take_back()
 
     def mark_unused(self, indices: Iterable[int]) -> None:
         """Mark parameters that get no gradient in this backward."""

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp.arguments import ReducerOptions, inner_tensors
-from gradwire.ddp.buckets.ownership import Ownership, is_conj_or_neg
+from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import SparseSum
 
@@ -51,9 +51,6 @@ class BucketContext:
     group: ProcessGroup
     ownership: Ownership
     options: ReducerOptions
-    # True if small gradients may accumulate directly in the buffer: all parameters are on the CPU,
-    # so a single thread runs autograd's operations on their gradients
-    lend: bool = False
 
 
 class Bucket(ABC):
@@ -139,14 +136,17 @@ class Bucket(ABC):
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
-    def lend(self) -> None:  # noqa: B027 - most kinds of buckets lend nothing
-        """At the start of a backward, set small gradients that are None to zeros in the buffer."""
-
-    def take_back(self) -> None:  # noqa: B027
-        """Set lent gradients that nothing was added to back to None."""
-
-    def move_out(self) -> None:  # noqa: B027
+    def move_out(self) -> None:
         """After an exception in backward, move gradients out of memory that is being reduced."""
+        if self.flat.layout != torch.strided:
+            return
+        memory = self.flat.untyped_storage().data_ptr()
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            if gradient.untyped_storage().data_ptr() == memory:
+                parameter.grad = gradient.clone()
 
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
         """Copy in one ready gradient; `incoming` holds the gradient that autograd passed."""
@@ -190,15 +190,6 @@ def record_use(tensor: Tensor | None) -> None:
             inner.record_stream(torch.accelerator.current_stream(inner.device))
 
 
-def move_out(parameter: Parameter, address: int) -> None:
-    """Give the gradient its own memory if it lies at this address."""
-    gradient = parameter.grad
-    if gradient is None or gradient.layout != torch.strided:
-        return
-    if gradient.data_ptr() == address:
-        parameter.grad = gradient.clone()
-
-
 def dense_gradient(parameter: Parameter) -> Tensor:
     """Return the parameter's gradient; raise if it is None, sparse or of another dtype."""
     gradient = parameter.grad
@@ -235,9 +226,6 @@ class InPlaceBucket(Bucket):
         self._taken = False
         self._copy: Tensor | None = None
 
-    def move_out(self) -> None:
-        move_out(self.parameters[0], self.flat.data_ptr())
-
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
         parameter = self.parameters[0]
         gradient = dense_gradient(parameter)
@@ -246,13 +234,8 @@ class InPlaceBucket(Bucket):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
         else:
-            # moved to new memory: its own must not be written to, or has other strides
+            # its own memory must not be written to, or has other strides
             self._copy_in_whole(gradient)
-            if not is_conj_or_neg(gradient) and self._ownership.may_move(
-                member, parameter, names=1
-            ):
-                gradient.set_(self._copy)  # type: ignore[call-overload]  # torch's stub lacks it
-                self._copy = None
         self._taken = True
 
     def copy_in(self) -> None:
@@ -290,22 +273,12 @@ class InPlaceBucket(Bucket):
                 parameter.grad = self._copy
             elif self._with_graph:
                 parameter.grad = parameter.grad + (self._copy - parameter.grad).detach()
+            elif self._ownership.used_elsewhere([self.members[0]], [dense_gradient(parameter)])[0]:
+                parameter.grad = self._copy
             else:
-                self._put(parameter, self._copy)
+                dense_gradient(parameter).copy_(self._copy)
         self._copy = None
         del self.flat
-
-    def _put(self, parameter: Parameter, reduced: Tensor) -> None:
-        member, ownership = self.members[0], self._ownership
-        gradient = dense_gradient(parameter)
-        if (
-            not is_conj_or_neg(gradient)
-            and ownership.used_elsewhere([member], [gradient])[0]
-            and ownership.may_move(member, parameter, names=1)
-        ):
-            gradient.set_(reduced)  # type: ignore[call-overload]
-        else:
-            gradient.copy_(reduced)
 
 
 class SparseBucket(Bucket):

@@ -8,9 +8,7 @@ account for every reference to the memory. Otherwise the gradient is copied.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,17 +69,6 @@ class Ownership:
                 known += 1
         return _count(storage) == known
 
-    def may_move(self, index: int, parameter: Parameter, *, names: int) -> bool:
-        """Return True if a gradient with `names` in the caller may be set to other memory."""
-        # An expression, not a local name: see `_measure`.
-        if sys.getrefcount(parameter.grad) > GRADIENT_REFERENCES + names:
-            return False  # another reference may rely on its address
-        gradient = parameter.grad
-        assert gradient is not None
-        if type(gradient) is not Tensor or holders(gradient) > ITSELF_AND_ITS_OBJECT:
-            return False
-        return index not in self.had_gradient or uses(gradient) == 1
-
     def used_elsewhere(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[bool]:
         """Return True for each new gradient whose memory other tensors use, after backward."""
         had, count = self.had_gradient, torch._C._storage_Use_Count
@@ -127,25 +114,20 @@ ITSELF_AND_ITS_OBJECT = 2
 """C++ references to a tensor: one from its place in autograd, one from its Python object."""
 
 
-def _measure(more: int) -> tuple[int, int, int]:
+def _measure(more: int) -> tuple[int, int]:
     """Measure `sys.getrefcount` of tensors that C++ holds, with `more` additional references."""
     # The argument is an expression, as in the checks above. A local name or a forwarded argument
     # may or may not count as a reference: from Python 3.14 on, the interpreter borrows references.
-    parameter, other = (torch.zeros(1, device="cpu", requires_grad=True) for _ in range(2))
-    parameter.grad = torch.zeros(1, device="cpu")
-    other.grad = torch.zeros(1, device="cpu").view(1)
-    incoming: Any = (other.grad,)
-    kept = [incoming[0]] * more, [incoming[0]._base] * more, [parameter.grad] * more
-    counts = (
-        sys.getrefcount(incoming[0]),
-        sys.getrefcount(incoming[0]._base),
-        sys.getrefcount(parameter.grad),
-    )
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros(1, device="cpu").view(1)
+    incoming: Any = (parameter.grad,)
+    kept = [incoming[0]] * more, [incoming[0]._base] * more
+    counts = sys.getrefcount(incoming[0]), sys.getrefcount(incoming[0]._base)
     del kept
     return counts
 
 
-def _references() -> tuple[int, int, int]:
+def _references() -> tuple[int, int]:
     """Return the reference counts of tensors that only autograd and the measurement hold."""
     # The package may be imported in inference mode, where the `_base` of a view is None and has
     # thousands of references.
@@ -153,42 +135,7 @@ def _references() -> tuple[int, int, int]:
         alone, kept = _measure(0), _measure(1)
     noticed = all(k == a + 1 for a, k in zip(alone, kept, strict=True))
     # without a visible additional reference, zeros: then all gradients are copied
-    return alone if noticed else (0, 0, 0)
+    return alone if noticed else (0, 0)
 
 
-INCOMING_REFERENCES, BASE_REFERENCES, GRADIENT_REFERENCES = _references()
-
-
-def are_unused(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bool:
-    """Return True if only their list refers to any of the tensors, and none was altered."""
-    # Each tensor was made as `.data` of its view: views would share one version counter, and a
-    # write to one would count as a write to all.
-    count = len(tensors)
-    # A sum is enough because no tensor has fewer references than one that only the list holds.
-    # All passes are calls of C functions, 0.3 µs per tensor in total.
-    return (
-        sum(map(sys.getrefcount, tensors)) == count * _REFERENCES
-        and sum(map(holders, tensors)) == count * _HOLDERS
-        and all(map(Tensor.is_set_to, tensors, views))
-        and not any(map(_requires_grad, tensors))
-        and not any(map(_attributes, tensors))
-        and not any(map(weakref.getweakrefcount, tensors))
-    )
-
-
-_requires_grad = attrgetter("requires_grad")
-_attributes = attrgetter("__dict__")
-
-
-def _counts() -> tuple[int, int]:
-    """Measure the Python and C++ reference counts of a tensor that only one list holds."""
-    with outside_contexts():
-        tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]
-    counts = sum(map(sys.getrefcount, tensors)), sum(map(holders, tensors))
-    kept = [*tensors]
-    noticed = sum(map(sys.getrefcount, tensors)) == counts[0] + len(kept)
-    # zeros if a second reference does not show: then no tensor is reused
-    return counts if noticed else (0, 0)
-
-
-_REFERENCES, _HOLDERS = _counts()
+INCOMING_REFERENCES, BASE_REFERENCES = _references()

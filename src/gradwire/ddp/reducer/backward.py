@@ -282,8 +282,6 @@ class Backward:
                 bucket.defer(with_graph=True)
         if self.usage.find_unused:
             self._mark_unused(at_output=index is None)
-        for bucket in self.bucket_set:
-            bucket.lend()
         # gradients of a forward under `no_sync` in the same loss, which arrived first
         came, self.local_arrivals = self.local_arrivals, []
         for i in came:
@@ -396,7 +394,6 @@ class Backward:
             # Then they wait for the next forward, and do not resynchronize before it. As nothing
             # was sent, ranks stay in step.
             if self.shadowed and self.state is RUNNING_AGAIN:
-                self.bucket_set.take_back()
                 self.reset()
                 error = ReductionError(
                     "a second backward of one forward in join(), for which ranks that have run out "
@@ -569,7 +566,6 @@ class Backward:
             self._launch_rest()
             if not self.all_launched:
                 self.transition(Event.END_SHORT)  # another backward may deliver the rest
-                self.bucket_set.take_back()
             elif not self.manual:
                 self._finalize()
                 self._finalize_others()
@@ -804,12 +800,12 @@ class Backward:
         # sends nothing: `FaultDomain.report_interrupted` reports it at the next forward
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
-            self.bucket_set.take_back()
             self._give_up_gradients()
             self.domain.note_interrupted()
             # gradients may be zeroed in place before the ranks are resynchronized
             for launched in self.launcher.launched:
-                launched.bucket.move_out()
+                if launched.sent:
+                    launched.bucket.move_out()
 
     def raise_not_finalized(self) -> NoReturn:
         """Raise on every rank because the previous backward was not finalized."""
