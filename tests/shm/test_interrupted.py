@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions
 
 import gradwire.shm
+from gradwire.collectives import all_reduce
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
@@ -81,6 +82,7 @@ def test_a_collective_in_a_signal_s_handler_is_refused_amid_another():
         dist.all_reduce(x, group=group)
         dist.barrier()
     assert x.tolist() == [2.0] * 3
+    assert all_reduce(x, group=group).tolist() == [4.0] * 3  # its number is the same on both ranks
 
 
 @pytest.mark.on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradwire.shm
+from gradwire import collectives as C
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.shm.register import shm_backend_of
@@ -106,6 +108,48 @@ def test_mistakes_are_refused_and_the_group_goes_on():
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [2, 2], number
+
+
+def mistakes_of_gradwires_collectives():
+    """Calls that one rank gets wrong, beside the right call of the others."""
+    x, sparse = torch.ones(4), torch.eye(2).to_sparse()
+    meta, tiny = torch.ones(4, device="meta"), torch.ones(4).to(torch.float8_e4m3fn)
+    strided = [(C.all_reduce, "sum"), (C.reduce, 0), (C.all_gather, 0), (C.gather, 0)]
+    strided += [(C.reduce_scatter, "sum"), (C.all_to_all,), (C.broadcast, 0)]
+    for op, *args in strided:
+        right = partial(op, x, *args)
+        bad = [sparse, "x", None, torch.quantize_per_tensor(x, 1.0, 0, torch.qint8)]
+        bad.append(torch.nested.nested_tensor([x, x]))
+        # receivers of a broadcast may have nothing but a shape; torch 2.15 skips all calls with it
+        if op is not C.broadcast and not PYTHON_BACKENDS:
+            bad.append(meta)
+        if op in (C.all_reduce, C.reduce, C.reduce_scatter):
+            bad.append(tiny)
+        for y in bad:
+            yield right, partial(op, y, *args)
+    for op, good, wrong in (
+        (C.all_reduce, {}, {"op": "band"}),
+        (C.broadcast, {"src": 0}, {"src": 9}),
+        (C.gather, {"dst": 0}, {"dst": 0, "sizes": [1, 1]}),
+        (C.all_gather, {}, {"dim": 3}),
+        (C.all_gather, {}, {"sizes": [1, 2, 3]}),
+        (C.all_to_all, {}, {"input_splits": [1, 1]}),
+    ):
+        yield partial(op, x, **good), partial(op, x, **wrong)
+    asynchronous = partial(C.all_reduce, async_op=True)
+    yield (lambda: asynchronous(x).wait()), partial(asynchronous, tiny)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of its prototypes
+@pytest.mark.on_ranks(2)
+def test_a_rank_that_was_refused_is_in_step_with_the_others():
+    for right, wrong in mistakes_of_gradwires_collectives():
+        for rank in (0, 1):
+            if dist.get_rank() == rank:
+                with pytest.raises((ArgumentError, ArgumentTypeError, NotSupportedError)):
+                    wrong()
+            right()
+            right()
 
 
 def zeros_without_memory():

@@ -323,14 +323,9 @@ def wants_grad(x: Tensor | None) -> int:
     return 1 if x.requires_grad else -int(fixed)
 
 
-def next_number(group: ProcessGroup) -> int:
-    """Return the number of the group's calls compared so far, which is equal on all ranks."""
-    return next(_numbers.setdefault(group, count()))
-
-
 def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignature], int]:
     """Exchange signatures; return those of all ranks, and this call's number in the group."""
-    number, world = next_number(group), group.size()
+    number, world = next(_numbers.setdefault(group, count())), group.size()
     rows = wire.gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:

@@ -470,8 +470,9 @@ class Operation:
         """Run with a mark; exchange signatures and run again if the marks differ."""
         group, call = self.group, self.signature()
         # The number is part of the mark, so that the mark of a rank that is one call behind differs
-        # even if the signatures are equal.
-        number = consistency.next_number(group)
+        # even if the signatures are equal. It counts only what was submitted: a rank that raises
+        # an error about its arguments stays in step.
+        number = callee.submitted
         try:
             with callee.marked(_mark(call, number) | _WILL_EXCHANGE):
                 result = self._execute(self.front, _Marked(group, call.op, number), async_op)

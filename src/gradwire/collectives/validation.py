@@ -23,9 +23,10 @@ def check_dense(x: object, name: str = "x") -> None:
     """Raise unless `x` is a strided tensor."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(f"{name} is a {type(x).__name__}: give a tensor")
-    if x.layout != torch.strided:
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
         raise ArgumentError(
-            f"{name} has layout {x.layout}: give dense tensors, for instance its indices and values"
+            f"{name} has layout {kind}: give dense tensors, for instance its indices and values"
         )
 
 

@@ -139,7 +139,6 @@ class Group:
         sources: Sequence[Tensor] | None = None,
     ) -> Work:
         """Run a job after all jobs submitted before."""
-        self.check_usable()
         # the job reads `sources` and fills `tensors`, which are the value of its future
         inputs = tensors if sources is None else sources
         entry = self._record(op, inputs, tensors, observed)
@@ -152,26 +151,30 @@ class Group:
         self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
     ) -> Work:
         """Submit an all_reduce with a cached setup and the reduce op of this number."""
-        self.check_usable()
         if known.like is None:
             observed = ("allreduce_", 0, number, (tensors,))
             entry = self._record("all_reduce", tensors, tensors, observed)
             if entry is not None and self.recorded.named:
                 known.like = entry.copy()
         else:
-            self.submitted += 1
-            entry = ring.begin_again(known.like, self.submitted, "a known all_reduce")
+            entry = ring.begin_again(known.like, self._count(), "a known all_reduce")
             if self.observer is not None:
                 self.observer("allreduce_", 0, number, (tensors,))
         job = partial(known, kept(tensors, opts)[0])
         return self._run_or_queue(job, tensors, opts, entry)
 
+    def _count(self) -> int:
+        """Return the number of a new operation; raise if this rank can submit none."""
+        self.check_usable()
+        self._queue.check_not_inside()
+        self.submitted += 1
+        return self.submitted
+
     def _record(
         self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], observed: Observed
     ) -> Entry | None:
         """Record the submission of a collective for `gradwire.recorder` and the observer."""
-        self.submitted += 1
-        entry = ring.begin(self.recorded, self.submitted, op, inputs, outputs)
+        entry = ring.begin(self.recorded, self._count(), op, inputs, outputs)
         if self.observer is not None:
             self.observer(*observed)
         return entry
@@ -216,7 +219,6 @@ class Group:
 
     def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> bool:
         """Run an operation in this thread; return False if others are pending in the queue."""
-        self._queue.check_not_inside()
         try:
             if not self._queue.enter():
                 return False
