@@ -222,17 +222,9 @@ def values_of_ranks(
             if now >= next_check:
                 check()
                 next_check = now + poll
-            if pause < 1e-2 or poll < 0.1:
-                # a FileStore's wait looks every 10 ms only, and a TCPStore's warns when time is up
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-2)
-                continue
-            try:  # stores count whole ms, and wait without end for 0
-                store.wait(keys, timedelta(seconds=max(1e-3, min(poll, deadline - now))))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # not yet; a FileStore's is a plain one
-                pass
+            # no wait of the store: a TCPStore's warns each time that its time is up
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-2)
         return store.multi_get(keys)
     except dist.DistNetworkError as error:
         raise PeerLostError(

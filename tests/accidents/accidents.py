@@ -388,4 +388,262 @@ if bad:
 """,
      after="dist.barrier()\ndist.all_reduce(torch.ones(1 << 19))")
 _add("no_accident", "slow", "nothing", guilty="none", nobody=True, harmless=True)
+
+# -- the same families, other causes -------------------------------------------------------------
+_add("roots_of_a_broadcast", "calls", "mismatch, deadlock, missing", sides=True, nobody=True,
+     after="dist.broadcast(torch.ones(4), BAD if now else (BAD + 1) % size)  # here")
+_add("root_of_a_gather", "calls", "mismatch, deadlock, missing, error", sides=True, nobody=True,
+     after="""
+root = BAD if now else (BAD + 1) % size
+dist.gather(torch.ones(2), [torch.ones(2)] * size if rank == root else None, root)  # here""")
+_add("short_list_of_a_scatter", "calls", "error, mismatch", "scatter|list|size", bad=0,
+     after="dist.scatter(torch.ones(2), None if rank else [torch.ones(2)] * (size - 1))  # here")
+_add("splits_of_an_all_to_all", "calls", "mismatch, error", "split|size|sum", sides=True, after="""
+parts = [1] * size
+parts[-1] += now
+dist.all_to_all_single(torch.ones(size), torch.ones(size + now), [1] * size, parts)  # here""")
+_add("barrier_of_another_line", "calls", OTHER, sides=True, before="""
+if now:
+    break
+dist.barrier()""", forward="loss = torch.ones(())", backward="pass")
+_add("more_microbatches", "calls", OTHER, sides=True,
+     after="for _ in range(3 if now else 2):\n    dist.all_reduce(torch.ones(2))\ndist.barrier()")
+_add("groups_made_in_another_order", "calls", "", guilty="all", nobody=True, harmless=True,
+     init="""
+dist.init_process_group("{backend}", timeout=timeout)
+for ranks in [[0, 1], [0]] if bad else [[0], [0, 1]]:
+    dist.new_group(ranks, timeout=timeout)""")
+_add("members_of_a_group", "calls", "", nobody=True, sides=True,
+     setup="group = dist.new_group([BAD] if bad else list(range(size)), timeout=timeout)",
+     after="if dist.get_rank(group) >= 0:\n    dist.all_reduce(torch.ones(2), group=group)")
+_add("threads_in_another_order", "calls", "", guilty="all", nobody=True, setup="""
+groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+locks = [threading.Lock(), threading.Lock()]
+def reduce(first):
+    with locks[first]:
+        dist.all_reduce(torch.ones(3), group=groups[first])
+        with locks[1 - first]:
+            dist.all_reduce(torch.ones(3), group=groups[1 - first])""", after="""
+if step == AT:
+    threads = [threading.Thread(target=reduce, args=[n], daemon=True) for n in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]""")
+_add("message_that_nobody_receives", "calls", "", nobody=True, harmless=True,
+     after="if now:\n    dist.send(torch.ones(1 << 22), (rank + 1) % size)  # here")
+_add("message_from_another_rank", "calls", "", nobody=True, guilty="bad, next", after="""
+if step == AT and rank == (BAD + 1) % size:
+    dist.send(torch.ones(4), (rank + 1) % size)
+if now:
+    dist.recv(torch.ones(4), (rank + 1) % size)""")
+_add("tag_of_a_message", "calls", "", nobody=True, guilty="bad, next", after="""
+if now:
+    dist.send(torch.ones(1 << 20), (rank + 1) % size, tag=1)
+if step == AT and rank == (BAD + 1) % size:
+    dist.recv(torch.ones(1 << 20), BAD, tag=2)""")
+_add("frozen_on_one_rank", "calls", "mismatch, error, skipped, missing", sides=True, nobody=True,
+     wrappers=DDP,
+     model="model = Net()\nmodel.second.weight.requires_grad = not bad")
+_add("no_sync_on_one_rank", "calls", OTHER, sides=True, wrappers=DDP, steps=6, backward="""
+with model.no_sync() if now else contextlib.nullcontext():
+    model(torch.ones(3, 4)).mean().backward()""", forward="loss = torch.ones(())")
+_add("barrier_in_a_handler", "calls", "error, mismatch, skipped, missing", "KeyError|barrier",
+     call="""
+try:
+    main()
+except KeyError:
+    dist.barrier()
+    raise""", before='if now:\n    raise KeyError("bad")', sides=True)
+_add("rows_by_data", "calls", "mismatch", "size", sides=True, setup="ids = torch.arange(12)",
+     after="dist.all_reduce(torch.zeros(len(torch.unique(ids % (5 if now else 4)))))  # here")
+_add("wait_before_or_after", "calls", OTHER, sides=True, after="""
+work = None if now else dist.all_reduce(torch.ones(2), async_op=True)
+dist.barrier()
+work = work or dist.all_reduce(torch.ones(2), async_op=True)
+work.wait()""")
+_add("step_skipped", "calls", OTHER, sides=True, before="if now:\n    continue")
+_add("database_lock", "away", AWAY, guilty="bad, next", before="""
+import sqlite3
+if step == AT and rank == (BAD + 1) % size:
+    base = sqlite3.connect("base", isolation_level=None)
+    base.execute("begin exclusive")
+    open("held", "w").close()
+if now:
+    while not os.path.exists("held"):
+        time.sleep(0.01)
+    sqlite3.connect("base", timeout=LONG).execute("create table t (x)")  # here""")
+_add("file_lock_around_a_collective", "away", "", "lock", guilty="all", nobody=True, after="""
+if step == AT:
+    while not (bad or os.path.exists(LOCK + "-held")):
+        time.sleep(0.01)
+    with open(LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # here
+        open(LOCK + "-held", "w").close()
+        dist.all_reduce(torch.ones(2))  # here""")
+_add("lock_around_a_collective", "away", "", guilty="all", nobody=True, setup="""
+lock, entered = threading.Lock(), threading.Event()
+group = dist.new_group(timeout=timeout)
+def report():
+    with lock:
+        entered.set()
+        dist.all_reduce(torch.ones(2), group=group)  # here""", after="""
+if step == AT:
+    thread = threading.Thread(target=report, daemon=True)
+    if bad:
+        thread.start()
+        entered.wait()
+    with lock:  # here
+        dist.barrier()
+    if not bad:
+        thread.start()
+    thread.join()""")
+_add("fork_with_a_lock", "away", AWAY, before="""
+if now:
+    lock = threading.Lock()
+    lock.acquire()
+    child = os.fork()
+    if not child:
+        lock.acquire()  # here
+    os.waitpid(child, 0)  # here""")
+_add("dead_prefetch_thread", "away", AWAY + ", error", "ValueError|queue", before="""
+import queue
+if now:
+    batches = queue.Queue()
+    def load():
+        raise ValueError("no such shard")  # here
+    threading.Thread(target=load).start()
+    batches.get()  # here""")
+_add("left_the_group", "away", AWAY + ", finished early, error, died", before="""
+if now:
+    dist.destroy_process_group()
+    time.sleep(LONG)  # here""")
+_add("late_start", "away", AWAY + ", start-up", top="if bad:\n    time.sleep(LONG)  # here")
+_add("files_exhausted", "ends", "error", "Too many open files", before="""
+if now:
+    files = []
+    while True:
+        files.append(open(os.devnull))  # here""")
+_add("hidden_by_finally", "ends", "error", "KeyError", before="""
+if now:
+    try:
+        raise KeyError("bad")
+    finally:
+        [].pop()""")
+_add("hidden_by_a_context", "ends", "error", "KeyError", before="""
+@contextlib.contextmanager
+def saving():
+    try:
+        yield
+    finally:
+        os.remove("no such file")
+with saving() if now else contextlib.nullcontext():
+    if now:
+        raise KeyError("bad")""")
+_add("loader_worker_killed", "ends", "error, died", "worker", top="""
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if bad and index == AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(3, 4)
+""", setup="data = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=1))",
+     before="batch = next(data)")
+_add("loader_worker_error", "ends", "error", "KeyError", top="""
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if bad and index == AT:
+            raise KeyError("bad")
+        return torch.ones(3, 4)
+""", setup="data = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=1))",
+     before="batch = next(data)")
+_add("error_in_backward", "ends", "error", "own backward", top="""
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x ** 3
+    @staticmethod
+    def backward(context, gradient):
+        if cube_fails:
+            raise ValueError("own backward")
+        return gradient
+cube_fails = []
+""", before="cube_fails[:] = [1] if now else []",
+     forward="loss = Cube.apply(model(torch.ones(3, 4))).square().mean()")
+_add("short_list_of_objects", "ends", "error", "IndexError|index",
+     after="dist.all_gather_object([None] * (size - now), 1)  # here")
+_add("object_that_cannot_be_loaded", "ends", "", nobody=True, guilty="all", top="""
+class Report:
+    def __reduce__(self):
+        return (int, ("x",)) if bad else (int, ("1",))
+""", after="if step == AT:\n    dist.all_gather_object([None] * size, Report())  # here")
+_add("exit_in_a_handler", "ends", ENDED, "exit", before="""
+if now:
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(LONG)""")
+_add("group_made_twice", "start", "error", "twice", setup="""
+if bad:
+    dist.init_process_group("{backend}")  # here""")
+_add("unknown_interface", "start", "error", "nosuch0|interface|address", backends=("gloo",),
+     top='if bad:\n    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"')
+_add("size_of_one_rank", "start", "", nobody=True,
+     init="""
+dist.init_process_group("{backend}", timeout=timeout, rank=LOCAL_RANK,
+    world_size=WORLD + bad)  # here""")
+_add("unknown_address", "start", "", "address|MASTER_ADDR|resolve|connect", sides=True,
+     top='if bad:\n    os.environ["MASTER_ADDR"] = "no.such.host.invalid"')
+_add("stopped_and_continued", "slow", "slow rank, nothing", guilty="bad", harmless=True, before="""
+if now:
+    subprocess.Popen(f"sleep 3; kill -CONT {os.getpid()}", shell=True)
+    os.kill(os.getpid(), signal.SIGSTOP)""")
+_add("all_exit_with_0", "slow", "nothing", guilty="none", nobody=True, harmless=True,
+     end="sys.exit(0)")
+_add("error_that_is_handled", "slow", "nothing", guilty="none", nobody=True, harmless=True,
+     before="""
+try:
+    if now:
+        raise ValueError("no cache")
+except ValueError:
+    pass""")
+_add("group_of_some_ranks", "slow", "nothing", guilty="none", nobody=True, harmless=True,
+     setup="group = dist.new_group([0, 1])",
+     after="if rank < 2:\n    dist.all_reduce(torch.ones(2), group=group)")
+# one line of code on the rank at fault, in one step
+for _name, _kinds, _words, _line in (
+    ("queue", AWAY, "", "__import__('queue').Queue().get()  # here"),
+    ("event", AWAY, "", "threading.Event().wait()  # here"),
+    ("accept", AWAY, "", "socket.create_server(('127.0.0.1', 0)).accept()  # here"),
+    ("named_pipe", AWAY, "", "os.mkfifo('fifo') or open('fifo')  # here"),
+    ("own_full_pipe", AWAY, "pipe", "os.write(os.pipe()[1], bytes(1 << 20))  # here"),
+    ("future", AWAY, "", "ThreadPoolExecutor().submit(time.sleep, LONG).result()  # here"),
+    ("coroutine", AWAY, "", "asyncio.run(asyncio.sleep(LONG))  # here"),
+    ("debugger", AWAY, "", "breakpoint() or print(step)  # here"),
+    ("backtracking", AWAY, "", "re.match('(a+)+$', 'a' * 33 + 'b')  # here"),
+    ("disk_full", "error", "No space", "open('/dev/full', 'wb', 0).write(b'x')  # here"),
+    ("group_of_errors", "error", "several", "raise ExceptionGroup('several', [OSError()])  # here"),
+    ("command_that_fails", "error", "false", "subprocess.run(['false'], check=True)  # here"),
+    ("cuda_on_one_rank", "error", "CUDA|NVIDIA", "torch.ones(1, device='cuda')  # here"),
+    ("hangup", "died", "SIGHUP", "os.kill(os.getpid(), signal.SIGHUP)"),
+    ("illegal_instruction", "crashed", "[Ii]llegal", "os.kill(os.getpid(), signal.SIGILL)"),
+    ("segfault", "crashed", "[Ss]egmentation", "ctypes.string_at(0)  # here"),
+    ("time_limit", "died", "SIGALRM", "signal.alarm(1) or time.sleep(LONG)  # here"),
+    ("exit_by_raise", ENDED, "no data left|exit", "raise SystemExit('no data left')"),
+    ("interrupted_alone", "error, died", "SIGINT", "os.kill(os.getpid(), signal.SIGINT)"),
+):
+    _add(_name, "away" if _kinds == AWAY else "ends", _kinds, _words,
+         top="import asyncio, re, socket\nfrom concurrent.futures import ThreadPoolExecutor",
+         before=f"if now:\n    {_line}")
+_add("exit_of_all", "ends", "", "exit|loss", nobody=True, guilty="none",
+     before='if step == AT:\n    raise SystemExit("the loss is not finite")')
+_add("same_error_on_all", "ends", "", "KeyError|config", nobody=True, guilty="none",
+     before='if step == AT:\n    raise KeyError("config")  # here')
+_add("exit_before_the_start", "start", ENDED + ", start-up", "exit|ended|started",
+     top="if bad:\n    sys.exit(0)  # here")
+_add("key_of_the_store", "away", AWAY + ", error", before="""
+if now:
+    store = dist.FileStore("keys", WORLD)
+    store.set_timeout(timedelta(seconds=LONG))
+    store.get("never set")  # here""")
 # fmt: on

@@ -53,9 +53,12 @@ def test_torchs_dumps_without_groups(tmp_path):
     write(tmp_path, whole, whole[:2], whole)
     code, out = explained(tmp_path)
     assert code == 1
-    assert out.startswith("MISSING\nrank 1 did not call the all_reduce of [4] Float (number 3)")
-    assert "train.py:10" in out
-    assert "3 dumps of 3 ranks; dumps of torch's own recorder" in " ".join(out.split())
+    who, where, why, do, *details = out.splitlines()
+    assert who == "Who    rank 1"
+    assert where == "Where  /home/me/train.py:10"
+    assert why.startswith("Why    missing: rank 1 did not call the all_reduce of [4] Float ")
+    assert do.startswith("Do     find out what that line waits for")
+    assert details[-1].startswith("  3 dumps of 3 ranks; dumps of torch's own recorder")
     code, out = explained(tmp_path, "--json", "--prefix", "nccl_trace_rank_")
     found = json.loads(out)
     assert (code, found["findings"][0]["ranks"], found["dumps"]) == (1, [1], [0, 1, 2])
@@ -66,12 +69,10 @@ def test_different_size_names_the_minority(tmp_path):
     write(tmp_path, [*same, entry(3, size=9, done=False)], [*same, entry(3)], [*same, entry(3)])
     (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
     assert (first["kind"], first["ranks"]) == ("mismatch", [0])
-    assert "(number 3)" in first["summary"]
+    assert "(another size, number 3 of group 0)" in first["summary"]
 
 
-@pytest.mark.parametrize("name", ["crash-2.txt", "crash-of-process-7.txt"])
-def test_crash_of_a_process_that_left_no_dump(tmp_path, name):
-    """Without a rank in its name, it is of the only rank of which nothing else is known."""
+def test_crash_of_a_process_that_left_no_dump(tmp_path):
     same = [entry(1), entry(2)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
     for rank in range(2):
@@ -80,14 +81,10 @@ def test_crash_of_a_process_that_left_no_dump(tmp_path, name):
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
     crash = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 10 in step\n'
     report = f"Fatal Python error: Segmentation fault\n\n{crash}"
-    (tmp_path / name).write_text(report)
+    (tmp_path / "crash-2.txt").write_text(report)
     first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
     assert (first["kind"], first["ranks"]) == ("crashed", [2])
     assert first["places"] == ["/home/me/train.py:10"]
-    (tmp_path / "crash-of-process-8.txt").write_text(report)
-    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
-    # one of the reports without a rank may be of another process
-    assert first["kind"] == ("crashed" if name == "crash-2.txt" else "missing")
 
 
 def test_skipped_call(tmp_path):
@@ -118,11 +115,12 @@ def test_slow_rank_without_failure(tmp_path):
     write(tmp_path, *ranks)
     code, out = explained(tmp_path)
     assert code == 0
-    assert out.startswith("NOTHING\nnothing failed")
+    assert out.startswith("nothing: nothing failed, and no rank was late for long (16 calls)\n")
     write(tmp_path, ranks[0], [entry(n, at=1000 * n + 400) for n in range(1, 9)])
     code, out = explained(tmp_path)
     assert code == 0
-    assert out.startswith("SLOW RANK\nrank 1 was slow: it was last in 8 of 8")
+    assert out.startswith("Who    rank 1\n")
+    assert "\nWhy    slow rank: rank 1 was slow: it was last in 8 of 8" in out
     assert "\x1b" not in out
 
 
@@ -205,7 +203,7 @@ def test_field_of_a_wrong_type_does_not_hide_other_dumps(tmp_path, wrong):
     code, out = explained(tmp_path, "--json")
     verdict = json.loads(out)
     assert (code, verdict["findings"][0]["ranks"]) == (1, [1])
-    assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
+    assert "the dumps of rank 3 cannot be read" in verdict["notes"]
 
 
 def test_data_loader_error_within_a_collective(tmp_path):
@@ -250,7 +248,7 @@ def test_wait_of_a_handle_may_be_for_a_message(tmp_path):
         (before, [late], {"reason": "exit"}),
     )
     assert (first["kind"], first["ranks"]) == ("unclear", [])
-    assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][2]
+    assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][-1]
 
 
 def test_dump_at_exit_counts_though_it_is_older(tmp_path):
@@ -278,7 +276,7 @@ def test_interrupt_in_own_code_is_not_a_wait(tmp_path, all_ranks):
     if all_ranks:  # rank 2 was also computing
         ranks = [(whole, [theirs], more), (whole[:2], [interrupt], more)]
         first = three_ranks(tmp_path, *ranks, (whole[:2], [interrupt], more))
-        assert (first["kind"], first["ranks"]) == ("unclear", [])
+        assert (first["kind"], first["ranks"]) == ("nothing", [])
         return
     others = (whole, [theirs], more)
     first = three_ranks(tmp_path, others, (whole[:2], [interrupt], more), others)
@@ -299,13 +297,14 @@ def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
     lost["time"] = 1_000_000_000 + after * 1_000_000
     last = [lost], {"reason": "exit", "taken_ns": lost["time"] + 1}
     calls = [shm_entry(1), shm_entry(2, done=False)] if called else []
-    found = three_ranks(tmp_path, (calls, *first), (calls, *last), (calls, *first))
-    if after == 500:  # it may have waited as well
+    late = [shm_entry(1), shm_entry(2, done=False, at=999 + after)] if called else []
+    found = three_ranks(tmp_path, (calls, *first), (late, *last), (calls, *first))
+    if after == 500 and not called:  # it may have waited as well
         assert (found["kind"], found["ranks"]) == ("unclear", [])
         return
     assert (found["kind"], found["ranks"]) == ("missing", [1])
-    said = "it called send at train.py:8 in stage 5.0 s after they had failed"
-    assert found["summary"].endswith(said)
+    said = "came 6.0 s after" if called and after == 5000 else "ranks 0 and 2 wait"
+    assert said in found["summary"]
     assert any("its last call was the" in detail for detail in found["details"]) == called
 
 
@@ -318,27 +317,6 @@ def test_mismatch_found_by_the_ranks(tmp_path):
     first = three_ranks(tmp_path, *ranks)
     assert (first["kind"], first["ranks"], first["summary"]) == ("mismatch", [], text)
     assert first["places"] == ["/home/me/train.py:5"]
-
-
-@pytest.mark.parametrize("began", [5_000_000_000, 0])
-def test_dumps_of_an_earlier_run_with_more_ranks_are_ignored(tmp_path, began):
-    """Dumps of the same run are kept, such as of an elastic one that shrinks."""
-    line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
-    for rank, world in ((0, 2), (1, 2), (2, 3)):
-        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world)])}}
-        extra = {"world_size": world, "clock": "one", "reason": "exit", "began_ns": began}
-        extra["taken_ns"] = 1_000_000_000 if rank == 2 else 9_000_000_000
-        extra["events"] = [EVENT | {"lines": [line]}] if rank == 2 else []
-        record = {"entries": [shm_entry(1)], "pg_config": config, "gradwire": extra}
-        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
-    code, out = explained(tmp_path, "--json")
-    verdict = json.loads(out)
-    if began:
-        assert (code, verdict["world_size"], verdict["dumps"]) == (0, 2, [0, 1])
-        said = "the dumps of ranks [2] belong to an earlier run and are ignored"
-        assert verdict["notes"] == [said]
-    else:
-        assert (code, verdict["findings"][0]["ranks"]) == (1, [2])
 
 
 def test_damaged_pickle_allocates_no_memory(tmp_path):
@@ -378,7 +356,7 @@ def test_damaged_dump_does_not_hide_others(tmp_path):
         assert code == 1, out
         if 3 not in verdict["dumps"]:
             assert verdict["findings"][0]["ranks"] == [1], out
-            assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
+            assert "the dumps of rank 3 cannot be read" in verdict["notes"]
 
 
 def test_dumps_and_traces_are_read_without_torch(run, tmp_path):

@@ -158,16 +158,6 @@ def test_holder_of_a_file_lock(tmp_path):
             end(pid)
 
 
-def test_sigusr2_does_not_end_a_program_without_a_recorder():
-    assert recorder.ring is not None  # the package is imported
-
-    def run():
-        os.kill(os.getpid(), signal.SIGUSR2)
-        os._exit(7)
-
-    assert os.waitstatus_to_exitcode(os.waitpid(fork(run), 0)[1]) == 7
-
-
 def test_calls_of_exit_are_noted():
     notes = ExitNotes(lambda: None)
     theirs = sys.exit

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,12 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire import recorder
 from gradwire._processes import wait_until
-from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    MismatchError,
+)
 from gradwire.recorder import black_box, groups, lines
 from gradwire.recorder import events as noted
 from gradwire.recorder.events import came_from_loading, came_from_waiting
@@ -164,16 +170,20 @@ def test_torchs_analyzer_finds_a_mismatch(tmp_path, caplog):
 
 def test_messages_are_separate_from_collectives(tmp_path):
     def main():
-        x = torch.ones(2)
+        group, x = dist.new_group(timeout=timedelta(seconds=0.5)), torch.ones(2)
         if dist.get_rank() == 0:
             dist.send(x, 1)
         else:
             dist.recv(x, 0)
+        if dist.get_rank():
+            with pytest.raises(CollectiveTimeoutError):
+                dist.recv(x, 0, group)
         recorder.dump(tmp_path)
 
     run_ranks(main, backend="shm")
-    (message,) = load(tmp_path / "rank_1")["gradwire"]["messages"]
-    assert (message["op"], message["peer"], message["state"]) == ("recv", 0, "completed")
+    received, late = load(tmp_path / "rank_1")["gradwire"]["messages"]
+    assert (received["op"], received["peer"], received["state"]) == ("recv", 0, "completed")
+    assert (late["op"], late["state"]) == ("recv", "scheduled")
 
 
 def test_ring_keeps_no_tensors_and_drops_the_oldest_entry():
@@ -322,30 +332,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.wide
-def test_sigusr2_dumps_while_the_main_thread_waits_in_c(tmp_path):
-    more = """
-if dist.get_rank() == 0:
-    dist.all_reduce(torch.ones(1))
-else:
-    sys.stdin.read()
-    dist.all_reduce(torch.ones(1))
-"""
-    processes = start_ranks(tmp_path, more)
-    try:
-        for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        dumps = tmp_path / "dumps"
-        assert wait_until((dumps / "process-0.json").exists, 30)
-        processes[0].send_signal(signal.SIGUSR2)
-        assert wait_until(lambda: all((dumps / f"rank_{rank}").exists() for rank in (0, 1)), 30)
-        assert load(dumps / "rank_0")["gradwire"]["reason"] == "SIGUSR2"
-        assert load(dumps / "rank_1")["gradwire"]["reason"] == "request"
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 def test_reference_to_a_deleted_group_is_a_dict_key() -> None:
     group = type("Group", (), {})()
     reference = reference_to(group)
@@ -438,7 +424,7 @@ def test_start_with_more_than_1024_open_files(tmp_path):
         held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
         try:
             recorder.start(tmp_path)
-            os.kill(os.getpid(), signal.SIGUSR2)
+            (tmp_path / "request").touch()
             assert wait_until(lambda: bool(list(tmp_path.glob("*rank*"))), 30)
         finally:
             recorder.stop()

@@ -21,7 +21,7 @@ BUDGET = {  # package: (code lines, files)
     "": (957, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1600, 8),
-    "cli": (925, 10),
+    "cli": (923, 10),
     "collectives": (2497, 10),
     "compat": (852, 6),
     "ddp": (4758, 22),
@@ -29,7 +29,7 @@ BUDGET = {  # package: (code lines, files)
     "elastic": (2744, 11),
     "hooks": (916, 7),
     "local_sgd": (500, 3),
-    "recorder": (3992, 20),
+    "recorder": (3991, 20),
     "shm": (4601, 22),
     "testing": (805, 5),
 }

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import re
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +16,16 @@ import click
 
 from gradwire.errors import ArgumentError
 from gradwire.recorder import REQUEST, await_answers, describe, modified
+from gradwire.recorder.verdict import list_ranks
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
 
-    from gradwire.recorder.verdict import Finding, Verdict
+    from gradwire.recorder.verdict import Verdict
 
 _FOUND = 1  # exit code if something failed
 _INTERRUPTED = 130
-_SHOWN = 3  # number of findings shown; later ones are mostly consequences
+_DETAILS, _WIDTH = 10, 300  # number of lines after the first four, and their length
 _ALL = "all"
 _PROC = Path("/proc")
 _RING = re.compile(r" (/\S.*)/ring-(\d+|of-process-\S+)$", re.MULTILINE)
@@ -53,12 +52,7 @@ Examples:
     metavar="DIR|PID|all",
     help="Ask running ranks first: those that write to DIR, of PID's job, or all of this host.",
 )
-@click.option(
-    "--every", type=float, metavar="SECONDS", help="Repeat --live with this interval until Ctrl-C."
-)
-def explain(
-    directory: Path | None, prefix: str | None, as_json: bool, live: str | None, every: float | None
-) -> None:
+def explain(directory: Path | None, prefix: str | None, as_json: bool, live: str | None) -> None:
     """Name the rank and the cause of a failure from the dumps in DIRECTORY.
 
     Reads dumps of gradwire's recorder and of PyTorch's flight recorder (Gloo, NCCL). With --live,
@@ -67,17 +61,10 @@ def explain(
     """
     if (directory is None) == (live is None):
         raise click.UsageError("pass DIRECTORY, or --live with a directory, a process ID or all")
-    if every is not None and (live is None or every <= 0):
-        raise click.UsageError("--every is the interval of --live: pass a positive number with it")
     try:
-        if live is None:
-            assert directory is not None
+        if directory is not None:
             sys.exit(_explain(directory, prefix, as_json))
-        while True:
-            code = _explain_live(live, as_json)
-            if every is None:
-                sys.exit(code)
-            time.sleep(every)
+        sys.exit(_explain_live(live or "", as_json))
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
@@ -107,7 +94,7 @@ def _explain_live(target: str, as_json: bool) -> int:
         code = max(code, _explain(path, None, as_json, live=True))
     if found:
         return code
-    pids = [int(target)] if target.isdecimal() else _ranks_without_recorder()
+    pids = [int(target)] if target.isdecimal() else [*filter(_is_rank, _pids())]
     for pid in pids:
         click.echo(_without_recorder(pid))
     if not pids:
@@ -118,27 +105,45 @@ def _explain_live(target: str, as_json: bool) -> int:
     return code
 
 
-def show_verdict(console: Console, verdict: Verdict) -> None:
-    """Print a verdict, the cause first."""
-    for number, finding in enumerate(verdict.findings[:_SHOWN]):
-        if number:
-            console.print("\nalso", style="dim")
-        _show(console, finding, "bold red" if number == 0 and not verdict.healthy else "bold")
-    dumps = f"{len(verdict.dumps)} dumps of {verdict.world_size} ranks"
-    console.print("\n" + "; ".join([dumps, *verdict.notes]), style="dim", markup=False)
+def show_verdict(console: Console, verdict: Verdict, torchruns: int | None = None) -> None:
+    """Print a verdict in four lines and some details; `torchruns` is the rank that torchrun names.
+
+    A run without failure gets one line. Lines are not wrapped: terminals and pagers do that.
+    """
+    finding, *others = verdict.findings
+    title = f"{finding.kind}: {finding.summary}"
+    who = list_ranks(finding.ranks) if finding.ranks else "not known"
+    known = [verdict.processes[rank] for rank in finding.ranks if rank in verdict.processes]
+    who += f" ({', '.join(known)})" if 0 < len(known) <= 3 else ""
+    details, last = [*finding.details], "; ".join(verdict.notes)
+    if finding.kind == "nothing":
+        console.print(title, markup=False, soft_wrap=True)
+    else:
+        sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+        for word, text, style in (
+            ("Who", who, "bold red" if not verdict.healthy else "bold"),
+            ("Where", "; ".join(map(_with_source, finding.places[:2])) or "not known", "cyan"),
+            ("Why", title + sure, ""),
+            ("Do", "; ".join(finding.remedies[:3]), ""),
+        ):
+            console.print(f"{word:6} {text}", style=style, markup=False, soft_wrap=True)
+        details += [f"also {each.kind}: {each.summary}" for each in others]
+        count = f"{len(verdict.dumps)} dumps of {verdict.world_size} ranks"
+        last = "; ".join([count, *verdict.notes])
+    if finding.ranks and torchruns not in (None, *finding.ranks):
+        text = f"torchrun's block above names rank {torchruns}, whose process ended first; "
+        details.insert(0, f"{text}what ended it comes from {list_ranks(finding.ranks)}")
+    if len(details) >= _DETAILS:
+        details[_DETAILS - 2 :] = [f"… and {len(details) - _DETAILS + 2} more; --json shows them"]
+    for line in filter(None, (*details, last)):
+        shown = line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+        console.print(f"  {shown}", style="dim", markup=False, soft_wrap=True)
 
 
-def _show(console: Console, finding: Finding, style: str) -> None:
-    from rich.padding import Padding
-
-    console.print(finding.kind.upper(), style=style, markup=False)
-    console.print(finding.summary, markup=False)
-    for line in finding.details:
-        console.print(Padding(line, (0, 0, 0, 2)), style="dim", markup=False)
-    for place in finding.places:
-        console.print(Padding(place, (0, 0, 0, 2)), style="cyan", markup=False, soft_wrap=True)
-    for number, remedy in enumerate(finding.remedies):
-        console.print(f"{'Remedy:' if not number else '       '} {remedy}", markup=False)
+def _with_source(place: str) -> str:
+    file, _, line = place.rpartition(":")
+    source = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
+    return f"{place}  {source[:80]}" if source else place
 
 
 # --- running jobs ---
@@ -179,29 +184,14 @@ def _ask(directory: Path) -> None:
 
 
 def _without_recorder(pid: int) -> str:
-    """Return what py-spy, if it is installed, and the kernel show of a process."""
+    """Return what the kernel shows of a process."""
     found = describe(pid)
     names = ("state", "wait channel", "call", "file", "holder", "child", "command")
     shown = ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
-    lines = [f"process {pid} does not record. The kernel shows: {shown}"]
-    tool = shutil.which("py-spy")
-    if tool is not None:
-        ended = subprocess.run(
-            [tool, "dump", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-        lines.append(ended.stdout or ended.stderr)
-    else:
-        lines.append("Install py-spy to see its Python stack, or start it by `gradwire run`.")
-    return "\n".join(lines)
-
-
-def _ranks_without_recorder() -> list[int]:
-    """Return processes of this user that a launcher has started as ranks and that do not record."""
-    return [pid for pid in _pids() if _is_rank(pid) and _directory_of(pid) is None]
+    return (
+        f"process {pid} does not record. The kernel shows: {shown}\n"
+        f"See its Python stack by `py-spy dump --pid {pid}`, or start it by `gradwire run`."
+    )
 
 
 def _pids() -> Iterator[int]:

@@ -88,11 +88,11 @@ def run(context: click.Context, arguments: tuple[str, ...]) -> None:
         raise click.UsageError(str(error)) from error
     except ChildFailedError as error:
         click.echo("\n".join(map(printable, str(error).splitlines())), err=True)
-        _show_verdict(options.recorder)
+        _show_verdict(options.recorder, error.get_first_failure()[0], kept=bool(chosen))
         sys.exit(_FAILED)
     except SignalException as error:
         click.echo("Interrupted; all ranks of this host have been stopped.", err=True)
-        _show_verdict(options.recorder)
+        _show_verdict(options.recorder, kept=bool(chosen), live=True)
         sys.exit(128 + error.sigval)
     if options.recorder and options.recorder != chosen:
         shutil.rmtree(options.recorder, ignore_errors=True)
@@ -108,8 +108,10 @@ def _run_elastic(arguments: tuple[str, ...]) -> int:
         return _INTERRUPTED
 
 
-def _show_verdict(directory: str | None) -> None:
-    """Print the verdict on a failed run, last, where it is seen first."""
+def _show_verdict(
+    directory: str | None, torchruns: int | None = None, *, kept: bool, live: bool = False
+) -> None:
+    """Print the verdict on a failed run, last, where it is seen first; keep records of a cause."""
     if not directory:
         return
     from rich.console import Console
@@ -118,12 +120,17 @@ def _show_verdict(directory: str | None) -> None:
     from gradwire.recorder.verdict import explain
 
     try:
-        verdict = explain(Path(directory))
-    except ArgumentError as error:  # such as a program that fails before it imports PyTorch
-        click.echo(f"No verdict: {error}", err=True)
+        verdict = explain(Path(directory), live=live)
+    except ArgumentError:  # such as a program that fails before it imports PyTorch
+        healthy = True
     else:
-        show_verdict(Console(highlight=False, stderr=True), verdict)
-    click.echo(f"The records are kept; to read them again:  gradwire explain {directory}", err=True)
+        show_verdict(Console(highlight=False, stderr=True), verdict, torchruns)
+        healthy = verdict.healthy
+    if kept or not healthy:
+        text = f"The records are kept; to read them again:  gradwire explain {directory}"
+        click.echo(text, err=True)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from torch.distributed.run import determine_local_world_size, run
 from gradwire._limits import oom_kills
 from gradwire._processes import state_of_pid
 from gradwire.errors import ArgumentError
-from gradwire.recorder import FIRST, PREFIX, REQUEST, await_answers
+from gradwire.recorder import PREFIX, REQUEST, await_answers
 
 FOLDER = "gradwire-recorder-"
 """Prefix of the temporary folder of a run's dumps, which is kept after a failure."""
@@ -34,7 +34,7 @@ _NONE = "0"  # as the environment variable
 _WAIT_SECONDS = 2.0  # wait for dumps; a rank polls for requests five times per second
 _NO_LOGS = "0"  # torchrun's value for no logs
 _OURS = re.compile(
-    rf"({PREFIX}|{FIRST})\d+|(process|kernel|exits)-\d+\.json|start-.+-\d+\.json|{REQUEST}"
+    rf"{PREFIX}\d+|(process|kernel|exits)-\d+\.json|start-.+-\d+\.json|{REQUEST}"
     r"|(crash|stacks)-(\d+|of-process-.+)\.txt|ring-(\d+|of-process-.+)"
     r"|\.\d+\.\d+\.\d+\.part"  # partial dump of a killed rank
 )
@@ -184,7 +184,7 @@ def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int)
     for path in directory.glob("start-*.json"):
         path.unlink(missing_ok=True)
     for rank in ranks:
-        names = [f"{FIRST}{rank}", f"stacks-{rank}.txt", f"kernel-{rank}.json", f"crash-{rank}.txt"]
+        names = [f"stacks-{rank}.txt", f"kernel-{rank}.json", f"crash-{rank}.txt"]
         if rank >= world_size:
             names += [f"{PREFIX}{rank}", f"process-{rank}.json"]
         for name in names:
@@ -195,15 +195,6 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
     """Note the exits of ranks, and wait for the dumps of ranks that still run."""
     ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
     handlers = getattr(processes, "subprocess_handlers", {})
-    codes = {ranks[local]: handler.proc.poll() for local, handler in handlers.items()}
-    ended = {rank: code for rank, code in codes.items() if code is not None}
-    if any(ended.values()) or (ended and len(ended) < len(codes)):
-        killed = oom_kills() > kills
-        noted = {
-            rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
-            for rank, code in ended.items()
-        }
-        exits.write_text(json.dumps(noted))
     running = {
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()
@@ -214,3 +205,13 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
         request.write_text("the launcher ends the ranks")
         asked = request.stat().st_mtime_ns
         await_answers(directory, asked, _WAIT_SECONDS)
+    # last: ranks that ended by themselves a moment after the first one are none of its consequences
+    codes = {ranks[local]: handler.proc.poll() for local, handler in handlers.items()}
+    ended = {rank: code for rank, code in codes.items() if code is not None}
+    if any(ended.values()) or (ended and len(ended) < len(codes)):
+        killed = oom_kills() > kills
+        noted = {
+            rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
+            for rank, code in ended.items()
+        }
+        exits.write_text(json.dumps(noted))

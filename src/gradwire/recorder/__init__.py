@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # Names imported as themselves are for other packages of gradwire, and not public.
-from gradwire.recorder.files import FIRST as FIRST
 from gradwire.recorder.files import PREFIX as PREFIX
 from gradwire.recorder.files import REQUEST as REQUEST
 from gradwire.recorder.lines import is_users as is_users
@@ -25,7 +24,6 @@ if TYPE_CHECKING or "torch" in sys.modules:
     from gradwire.recorder.groups import number_of_last as number_of_last
     from gradwire.recorder.recording import BucketRecord as BucketRecord
     from gradwire.recorder.recording import Entry as Entry
-    from gradwire.recorder.recording import record_completion as record_completion
     from gradwire.recorder.recording import record_end as record_end
     from gradwire.recorder.recording import record_start as record_start
     from gradwire.recorder.recording import ring
@@ -36,7 +34,7 @@ if TYPE_CHECKING or "torch" in sys.modules:
     start_timeline()
 
 __all__ = ["dump", "ring", "start", "stop", "timeline"]
-_FOR_PACKAGES = {"BucketRecord", "Entry", "RecordedGroup", "number_of_last", "record_completion"}
+_FOR_PACKAGES = {"BucketRecord", "Entry", "RecordedGroup", "number_of_last"}
 _FOR_PACKAGES |= {"record_end", "record_error", "record_start"}
 
 

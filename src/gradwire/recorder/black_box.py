@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import select
-import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,14 +32,15 @@ from gradwire._processes import ENDED
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.crash_files import CrashFiles, ExitNotes
 from gradwire.recorder.events import events, on_failure, record_error
-from gradwire.recorder.files import FIRST, PREFIX, REQUEST, ErrorRecord
+from gradwire.recorder.files import PREFIX, REQUEST, ErrorRecord
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
-from gradwire.recorder.lines import thread_stacks
+from gradwire.recorder.lines import Location, MainThread, main_stack, marked, users_line
 from gradwire.recorder.processes import (
     Process,
     ask_silent_ranks,
     await_answers,
+    describe,
     family,
     modified,
     processes_in,
@@ -54,9 +55,9 @@ _REPEAT_NS = 1_000_000_000  # repeated errors write one dump per second
 _THREAD = "gradwire-recorder"
 _SILENT_SECONDS = 0.7  # after which a rank that has not answered a request is asked by a signal
 _TRIES = 3
-_BEGAN_NS = time.time_ns()  # approximate start of this process
 _parts = itertools.count()
-_ASKED = ("request", "SIGUSR2")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOMENTS = 8
 _BETWEEN_COLLECTIVES = ("call", "exit")
 """Reasons for a dump outside any collective: every collective that was waited for has ended."""
 
@@ -77,25 +78,28 @@ class BlackBox:
         self._seen_alive: dict[int, int] = {}  # wall-clock time in ns, by peer
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
         self._pipe: tuple[int, int] | None = None  # a byte in it ends the thread
-        self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
         self._files = CrashFiles(self.directory)
         self._exits = ExitNotes(self._at_exit)
-        self._has_first = False
+        # where the main thread was at requests, and what the kernel showed of it at the last beat
+        self._moments: list[Record] = []
+        self._kernel: Record = {}
+        self._spare: list[int] = []  # descriptor that is closed to write when files are exhausted
         self._launch: dict[str, str] = {}
-        self._launch_before: dict[str, str] = {}  # if the program has changed it
         self._earlier_hook: Callable[..., Any] | None = None
+        self._hook_of_threads: Callable[..., Any] | None = None
 
     def start(self) -> None:
-        """Start writing dumps on errors, requests, SIGUSR2 and at the end of the process."""
+        """Start writing dumps on errors, requests and at the end of the process."""
         on_failure.append(self._on_failure)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
+        self._hook_of_threads, threading.excepthook = threading.excepthook, self._on_thread_error
         atexit.register(self._at_exit)
         at_end_of_job(self._at_end_of_job)
         self._exits.start()
-        self._take_signal()
         self._files.start()
         self._write_start()
+        self._spare.append(os.open(os.devnull, os.O_RDONLY))
         self._pipe = os.pipe()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
@@ -104,19 +108,19 @@ class BlackBox:
         on_failure.remove(self._on_failure)
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._earlier_hook or sys.__excepthook__
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self._hook_of_threads or threading.__excepthook__
         atexit.unregister(self._at_exit)
         not_at_end_of_job(self._at_end_of_job)
         self._exits.stop()
         self._files.stop()
         if os.getpid() != self._pid:
             return  # a fork: the rest belongs to its parent
-        if self._signals is not None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGUSR2, stay_alive)
         assert self._pipe is not None
         os.write(self._pipe[1], b"\0")  # the thread closes both
+        os.close(self._spare.pop())
 
-    def write(self, reason: str, *, first: bool = False) -> Path | None:
+    def write(self, reason: str) -> Path | None:
         """Write this rank's dump and return its path; None without a rank, or in a fork."""
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
@@ -131,17 +135,12 @@ class BlackBox:
             record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{PREFIX}{rank}"
             # unique even if processes in different containers have the same PID
-            content = pickle.dumps(record, protocol=2)
-            # `first`: also kept as the dump of the rank's first failure, if it has none yet
-            targets = [self.directory / f"{FIRST}{rank}"] if first and not self._has_first else []
-            self._has_first |= first
-            for target in (*targets, path):
-                partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
-                try:
-                    partial.write_bytes(content)
-                    os.replace(partial, target)
-                finally:
-                    partial.unlink(missing_ok=True)
+            partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
+            try:
+                partial.write_bytes(pickle.dumps(record, protocol=2))
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
             self._written = time.perf_counter_ns()
         return path
 
@@ -165,7 +164,7 @@ class BlackBox:
             "exit": self._exits.last,
             "ended_ns": self._ended_ns,
             "not_finite": list(not_finite),
-            "kernel": family(os.getpid(), files.stacks) if reason in _ASKED else {},
+            "moments": list(self._moments),
             "pauses": [(each.start, each.end - each.start) for each in pauses],
             "silences": list(files.silences),
             "world_size": dist.get_world_size() if dist.is_initialized() else world_size,
@@ -173,9 +172,9 @@ class BlackBox:
             "pid": os.getpid(),
             "reason": reason,
             "taken_ns": now,
-            "began_ns": _BEGAN_NS,
+            "since_ns": now - time.perf_counter_ns() + MainThread.since,
             "events": [vars(event) for event in list(events)],
-            "threads": thread_stacks(without=_THREAD),
+            "threads": {"MainThread": marked(main_stack())},
             "peers": peers,
             "peers_alive_ns": dict(self._seen_alive),
             "clock": this_clock(),
@@ -187,8 +186,7 @@ class BlackBox:
         if rank is None or rank == self._announced:
             return
         self._announced = rank
-        for prefix in (PREFIX, FIRST):  # an earlier run's
-            (self.directory / f"{prefix}{rank}").unlink(missing_ok=True)
+        (self.directory / f"{PREFIX}{rank}").unlink(missing_ok=True)  # an earlier run's
         self._files.announce(rank)
         text = json.dumps(vars(Process.this(rank)))
         (self.directory / f"process-{rank}.json").write_text(text)
@@ -201,27 +199,24 @@ class BlackBox:
         process = Process.this(rank)
         if process.launch == self._launch:
             return
-        # the program may change the launcher's variables until it has a group
-        was, self._launch = self._launch, process.launch
-        self._launch_before = self._launch_before or was
+        self._launch = process.launch  # which the program may change until it has a group
         notes = f"start-{socket.gethostname()}-"
         for path in self.directory.glob(f"{notes}*.json"):
             # a process in whose place a launcher has started this one
             with contextlib.suppress(OSError, ValueError, TypeError):
-                noted = json.loads(path.read_text())
-                noted.pop("was", None)
-                other = Process(**noted)
+                other = Process(**json.loads(path.read_text()))
                 if other.rank == process.rank and other.state in ENDED:
                     path.unlink()
-        found = vars(process) | {"was": self._launch_before}
-        (self.directory / f"{notes}{os.getpid()}.json").write_text(json.dumps(found))
+        text = json.dumps(vars(process))
+        (self.directory / f"{notes}{os.getpid()}.json").write_text(text)
 
     # -- when --------------------------------------------------------------------------------
 
     def _on_failure(self, event: ErrorRecord) -> None:
+        self._note_moment(MainThread.stack, self._kernel)
         if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
-            _at_last(lambda: self.write("error", first=True))
-        _at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
+            self._at_last(lambda: self.write("error"))
+        self._at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -230,72 +225,80 @@ class BlackBox:
             record_error(error.with_traceback(trace), kind="uncaught")
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        if os.getpid() == self._pid and error.exc_value is not None:
+            record_error(error.exc_value, kind="thread")
+        (self._hook_of_threads or threading.__excepthook__)(error)
+
     def _at_end_of_job(self) -> None:
-        _at_last(lambda: self.write("exit"))
+        self._at_last(lambda: self.write("exit"))
 
     def _at_exit(self) -> None:
         self._ended = self._exits.ended = True
         self._ended_ns = self._ended_ns or time.time_ns()
         self._at_end_of_job()
         if os.getpid() == self._pid and any(event.kind == "uncaught" for event in events):
-            _at_last(lambda: await_answers(self.directory, modified(self._request)))
+            self._at_last(lambda: await_answers(self.directory, modified(self._request)))
         self._files.forget_crash()
-
-    def _take_signal(self) -> None:
-        """Handle SIGUSR2 unless a handler exists; only the main thread may install handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, stay_alive):
-            return
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if earlier != -1:  # an event loop uses the wakeup descriptor
-            signal.set_wakeup_fd(earlier)
-            os.close(reading)
-            os.close(writing)
-            return
-        self._signals = reading, writing
-        # the pipe notifies the thread even while the main thread is blocked
-        signal.signal(signal.SIGUSR2, lambda *_: None)
 
     def _watch(self) -> None:
         """Write a dump whenever one is requested; runs in its own thread."""
         assert self._pipe is not None
-        sources = select.poll()  # select.select rejects descriptors from 1,024 on
-        for source in (self._pipe[0], *([self._signals[0]] if self._signals else [])):
-            sources.register(source, select.POLLIN)
+        source = select.poll()  # select.select rejects descriptors from 1,024 on
+        source.register(self._pipe[0], select.POLLIN)
         while True:
             pause = _POLL_SECONDS if self._announced is not None else _FIRST_SECONDS
-            readable = [source for source, _ in sources.poll(pause * 1e3)]
-            if self._pipe[0] in readable:
-                for end in (*self._pipe, *(self._signals or ())):
+            if source.poll(pause * 1e3):
+                for end in self._pipe:
                     os.close(end)
                 return
-            signals = os.read(readable[0], 4096) if readable else b""
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()
                 self._write_start()
                 if self._files.is_aborting():
-                    _at_last(lambda: self.write("crash"))
+                    self._at_last(lambda: self.write("crash"))
                     self._files.end_aborted()
+                changed = modified(self._request)
                 if not self._ended:
-                    _at_last(self._files.beat)
-                if signal.SIGUSR2 in signals:
-                    self.write("SIGUSR2")
-                    self.request_all(f"SIGUSR2 on rank {this_rank()}")
-                elif (changed := modified(self._request)) > self._seen:
+                    self._beat(changed > self._seen)
+                if changed > self._seen:
                     self._seen, self._asked = changed, time.monotonic()
-                    self.write("request", first=True)
+                    self._at_last(lambda: self.write("request"))
                 elif self._asked and time.monotonic() > self._asked + _SILENT_SECONDS:
                     self._asked = 0.0
                     ask_silent_ranks(self.directory, self._seen)
 
+    def _beat(self, asked: bool) -> None:
+        """Write that Python runs; for a request, note where the main thread was when it came."""
+        before, pid = MainThread.stack, os.getpid()
+        self._files.beat()
+        stays = users_line(before) == users_line(MainThread.stack)
+        if asked:
+            # it may have gone on since: another rank's failure has released what it waited for
+            kernel = family(pid, self._files.stacks) if stays else self._kernel
+            self._note_moment(before, kernel)
+        self._kernel = describe(pid) if stays else {}
 
-def stay_alive(number: int, frame: FrameType | None) -> None:
-    """Tell how to record, in place of SIGUSR2's default action, which ends a process."""
-    message = "gradwire: SIGUSR2 writes dumps if GRADWIRE_RECORDER or recorder.start names a folder"
-    print(message, file=sys.stderr)
+    def _note_moment(self, stack: Sequence[Location], kernel: Record) -> None:
+        moment = {"time": time.time_ns(), "stack": marked(stack), "kernel": kernel}
+        self._moments = [*self._moments, moment][-_MOMENTS:]
+
+    def _at_last(self, action: Callable[[], object]) -> None:
+        """Run an action of error or exit handling, whose own errors must not hide the cause."""
+        with contextlib.suppress(OSError, IndexError):
+            os.close(self._spare.pop())  # another thread may have done so
+        for _ in range(_TRIES):
+            try:
+                action()
+            except OSError as error:
+                if error.errno in _FULL:
+                    text = f"gradwire cannot write records to {self.directory}: {error.strerror}"
+                    print(text, file=sys.stderr)
+            except Exception:  # from a signal handler, such as a data loader's for a dead worker
+                continue
+            break
+        with contextlib.suppress(OSError):
+            self._spare.append(os.open(os.devnull, os.O_RDONLY))
 
 
 def _identity() -> int | None:
@@ -310,24 +313,12 @@ def _launched_rank() -> int | None:
     return int(rank) if owned and rank.isdecimal() else None
 
 
-def _at_last(action: Callable[[], object]) -> None:
-    """Run an action of error or exit handling, whose own errors must not hide the cause."""
-    for _ in range(_TRIES):
-        try:
-            action()
-        except OSError:  # such as a full disk
-            return
-        except Exception:  # from a signal handler, such as a data loader's for a dead worker
-            continue
-        return
-
-
 VARIABLE = "GRADWIRE_RECORDER"
 _box: list[BlackBox] = []
 
 
 def start(directory: str | os.PathLike[str]) -> None:
-    """Start writing this rank's dumps on errors, on SIGUSR2 and at the end of the process.
+    """Start writing this rank's dumps on errors, on request and at the end of the process.
 
     When a rank fails, all ranks write dumps within a second. The environment variable
     GRADWIRE_RECORDER has the same effect.
@@ -407,10 +398,7 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
 
 
 def start_from_environment() -> None:
-    """Start if GRADWIRE_RECORDER contains a directory, and let SIGUSR2 not end the process."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, stay_alive)
+    """Start if GRADWIRE_RECORDER contains a directory."""
     directory = os.environ.get(VARIABLE, "0")
     if directory not in ("", "0") and not _box:
         try:

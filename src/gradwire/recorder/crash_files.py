@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 from gradwire.recorder.files import CRASH, RING, STACKS, RingFile
 from gradwire.recorder.groups import known_groups
-from gradwire.recorder.lines import Line, call_stack, is_users, marked, read_stack
+from gradwire.recorder.lines import MainThread, call_stack, is_users, marked, read_stack
 from gradwire.recorder.processes import STACKS_SIGNAL
 from gradwire.recorder.recording import Collections, ring
 
@@ -116,13 +115,16 @@ class CrashFiles:
         """Write that Python runs, the counts of groups, and the main thread's line."""
         if self._file is None:
             return
+        MainThread.look(time.perf_counter_ns())
         now, cpu = time.time_ns(), time.process_time_ns()
         since, used = self._last_beat
         if since and now - since > _SILENT_NS and len(self.silences) < _MOST:
             self.silences.append((since, now, cpu - used))
         self._last_beat = now, cpu
         counts = {name: info.count() for name, info in known_groups().items()}
-        self._file.beat({"counts": counts, "stack": _main_stack()})
+        # the two innermost frames, and the user's lines
+        kept = [at for n, at in enumerate(MainThread.stack) if n < 2 or is_users(at[0].co_filename)]
+        self._file.beat({"counts": counts, "stack": marked(kept[:_FRAMES])})
 
     def _disable(self) -> None:
         """Disable faulthandler; a fork's crash is not this process's."""
@@ -161,17 +163,6 @@ class CrashFiles:
 
     def _path(self, kind: str) -> Path:
         return self._directory / kind.format(self._name)
-
-
-def _main_stack() -> list[Line]:
-    """Return the two innermost frames of the main thread and the user's lines, innermost first."""
-    locations = call_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    kept = [
-        location
-        for number, location in enumerate(locations)
-        if number < 2 or is_users(location[0].co_filename)
-    ]
-    return marked(kept[:_FRAMES])
 
 
 class ExitNotes:

@@ -8,8 +8,8 @@ being called tell them apart.
 from __future__ import annotations
 
 import dis
-import pickle
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,14 @@ from torch.distributed import ProcessGroup
 from gradwire.errors import GradwireError, MismatchError, PeerFailedError
 from gradwire.recorder.files import ErrorRecord
 from gradwire.recorder.groups import GroupInfo, info_of
-from gradwire.recorder.lines import Location, call_stack, is_users, read_stack
+from gradwire.recorder.lines import (
+    Location,
+    MainThread,
+    call_stack,
+    is_users,
+    read_stack,
+    users_line,
+)
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 _KEPT = 32
@@ -36,9 +43,9 @@ _COMMUNICATION = (
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data") + "/"
 _WAITS = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods of handles and futures that the user's own lines call."""
-_OF_ARGUMENTS = (AttributeError, TypeError, pickle.PicklingError)
-"""Errors that C code raises for its arguments, such as an object that cannot be pickled."""
-_PLUMBING = {"wrapper", "inner", "_fn"}  # functions of decorators
+_OF_WAITS = (RuntimeError, KeyboardInterrupt)
+"""Errors that a wait raises; others that C code raises are of its arguments."""
+_PLUMBING = {"wrapper", "inner", "_fn", "<module>"}  # of decorators, and imports
 _RAISE = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 
 
@@ -67,10 +74,8 @@ def record_error(
     if kind != "uncaught":
         locations += call_stack(sys._getframe(1))
     chain = list(causes_of(error))
-    try:
-        message = str(error)[:4000]
-    except Exception as other:
-        message = f"(str() of this error raised {type(other).__name__})"
+    root = read_stack(trace_of(chain[-1])[::-1])[:4] if chain else []
+    since = MainThread.since if users_line(MainThread.stack) in locations else MainThread.seen
     parameters = getattr(error, "parameters", ()) if isinstance(error, GradwireError) else ()
     reported, info = list[int](), info_of(group)
     if isinstance(error, PeerFailedError) and info is not None:
@@ -78,7 +83,7 @@ def record_error(
     event = ErrorRecord(
         kind,
         type(error).__name__,
-        message,
+        _text(error),
         list(parameters),
         time.perf_counter_ns(),
         read_stack(locations)[:8],
@@ -89,10 +94,20 @@ def record_error(
         came_from_loading(error),
         all(map(raised_in_python, [error, *chain])),
         reported,
+        since if threading.current_thread() is threading.main_thread() else 0,
+        f"{type(chain[-1]).__name__}: {_text(chain[-1])}" if chain else "",
+        root,
     )
     events.append(event)
     for listener in on_failure:
         listener(event)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:4000]
+    except Exception as other:
+        return f"(str() of this error raised {type(other).__name__})"
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:
@@ -130,7 +145,7 @@ def trace_of(error: BaseException) -> list[Location]:
 def came_from_waiting(error: BaseException) -> bool:
     """Return True if C code raised the error in a call that may wait for other ranks."""
     trace = trace_of(error)
-    if not trace or isinstance(error, _OF_ARGUMENTS) or raised_in_python(error):
+    if not trace or not isinstance(error, _OF_WAITS) or raised_in_python(error):
         return False
     code, instruction = trace[-1]
     if is_users(code.co_filename):
@@ -149,8 +164,10 @@ def came_from_loading(error: BaseException) -> bool:
     """Return True if a data loader raised the error."""
     # when a worker has died, a signal handler raises it wherever the main thread is, even in a
     # collective
-    trace = trace_of(error)
-    return bool(trace) and trace[-1][0].co_filename.startswith(_LOADING)
+    for code, _ in reversed(trace_of(error)):
+        if is_users(code.co_filename) or code.co_filename.startswith(_LOADING):
+            return code.co_filename.startswith(_LOADING)
+    return False
 
 
 def called_by_user(locations: Sequence[Location]) -> str:

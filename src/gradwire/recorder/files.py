@@ -8,18 +8,20 @@ import json
 import mmap
 import os
 import pickle
+import resource
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any
 
 from gradwire.errors import ArgumentError
 from gradwire.recorder.lines import Line, read_line
 
-PREFIX, FIRST = "rank_", "first_"
-"""Prefixes of a rank's dump, and of the one at its first failure."""
+PREFIX = "rank_"
+"""Prefix of a rank's dump."""
 RING, CRASH, STACKS = "ring-{}", "crash-{}.txt", "stacks-{}.txt"
 """Files that outlive any end of the process."""
 REQUEST = "request"
@@ -27,6 +29,7 @@ REQUEST = "request"
 
 MAX_BYTES = 1 << 28
 """Maximum size of a dump; dumps of 2,000 collectives take 2 MB."""
+_SPARE_BYTES, _BYTES_PER_BYTE = 1 << 25, 64  # memory that loading a dump may take
 
 
 # -- dumps ---------------------------------------------------------------------------------------
@@ -36,7 +39,7 @@ MAX_BYTES = 1 << 28
 class ErrorRecord:
     """Error of a rank."""
 
-    # "error", or "uncaught" if the error ends the process
+    # "error", "uncaught" if the error ends the process, or "thread" if it ended another thread
     kind: str
     type: str
     message: str
@@ -60,6 +63,11 @@ class ErrorRecord:
     raised: bool = False
     # ranks that reported an error to this one, if the error says so
     reported: list[int] = field(default_factory=list)
+    # since when the main thread had been in its line, or may have been, as `time`; 0 if unknown
+    since: int = 0
+    # the first error of the chain, with its message, and its stack
+    root: str = ""
+    root_lines: list[Line] = field(default_factory=list)
 
     def text(self, length: int = 600) -> str:
         """Return the message in one line, shortened in its middle: it ends with why."""
@@ -70,14 +78,8 @@ class ErrorRecord:
 
 
 # A pickle can call any function while it is loaded, and a dump may come from somebody else: all
-# names are rejected. The unpickler in C would allocate whatever size a damaged file specifies.
-class _PlainUnpickler(pickle._Unpickler):
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: read
-        for code, read in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]  # allocates likewise
-    }
-
+# names are rejected.
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it refers to {module}.{name}; dumps contain plain data only")
 
@@ -88,12 +90,28 @@ class _PlainUnpickler(pickle._Unpickler):
 def loads(data: bytes) -> dict[str, Any]:
     """Load a dump from bytes; raise `ArgumentError` if they are none."""
     try:
-        found = _PlainUnpickler(io.BytesIO(data)).load()
+        # a bytearray that cannot be allocated makes C code print an error
+        silent = contextlib.redirect_stderr(io.StringIO())
+        with _limited_memory(_SPARE_BYTES + _BYTES_PER_BYTE * len(data)), silent:
+            found = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged pickles raise errors of any type
         raise ArgumentError(f"not a dump of a flight recorder: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries", []), list):
         raise ArgumentError("not a dump of a flight recorder: it has no list of entries")
     return found
+
+
+@contextlib.contextmanager
+def _limited_memory(nbytes: int) -> Iterator[None]:
+    """Limit this process's memory: the unpickler allocates what a damaged file asks for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError):  # not Linux
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def load(path: Path) -> dict[str, Any]:

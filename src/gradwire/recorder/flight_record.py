@@ -127,8 +127,7 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
         inputs = inputs * len(entry[r.OUTPUTS]) if uneven else inputs
     if op == "reduce_scatter":
         inputs = _as_one(inputs)
-    ended = entry[r.DONE] is not None and entry[r.DONE]()
-    done = (entry[r.ENDED] or ended) and entry[r.ERROR] is None
+    done = entry[r.ENDED] and entry[r.ERROR] is None
     dtypes = [_DTYPES.get(entry[r.DTYPE], str(entry[r.DTYPE]))] if entry[r.DTYPE] else []
     made: Record = {
         "record_id": 0,

@@ -77,6 +77,32 @@ def _walk(op: str, depth: int) -> Location:
     return found.f_code, found.f_lasti
 
 
+class MainThread:
+    """Lines of the main thread, as the recorder's thread sees them a few times per second."""
+
+    # stack, innermost first, its time in ns, and since when the user's innermost line is the same
+    stack: Sequence[Location] = ()
+    seen = since = 0
+
+    @classmethod
+    def look(cls, now: int) -> None:
+        """Update both."""
+        stack = main_stack()
+        if users_line(stack) != users_line(cls.stack):
+            cls.since = now
+        cls.stack, cls.seen = stack, now
+
+
+def main_stack() -> list[Location]:
+    """Return all frames of the main thread, from the innermost one outwards."""
+    return call_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def users_line(stack: Sequence[Location]) -> Location | None:
+    """Return the user's innermost line of a stack."""
+    return next((at for at in stack if is_users(at[0].co_filename)), None)
+
+
 def call_stack(frame: FrameType | None) -> list[Location]:
     """Return all frames from this one outwards."""
     found = []
@@ -100,18 +126,6 @@ def read_line(location: Location) -> Line:
         if start <= instruction < end and number is not None:
             line = number
     return {"name": code.co_name, "filename": code.co_filename, "line": line}
-
-
-def thread_stacks(*, without: str) -> dict[str, list[Line]]:
-    """Return the frames of each thread, innermost first; the main thread comes first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = {
-        names.get(ident, str(ident)): marked(call_stack(frame))
-        for ident, frame in sys._current_frames().items()
-        if names.get(ident) != without
-    }
-    main = threading.main_thread().name
-    return dict(sorted(stacks.items(), key=lambda item: item[0] != main))
 
 
 def marked(locations: Sequence[Location]) -> list[Line]:

@@ -43,7 +43,7 @@ Shapes = torch.Size | tuple[torch.Size, ...]
 
 
 GROUP, NUMBER, OP, INPUTS, OUTPUTS, DTYPE, CODE, INSTRUCTION = range(8)
-CREATED, STARTED, ENDED, WAITS, ERROR, PEER, DONE, SLOT = range(8, 16)
+CREATED, STARTED, ENDED, WAITS, ERROR, PEER, SLOT = range(8, 15)
 
 Entry = list[Any]
 """One collective of this rank, or one message to or from another rank.
@@ -59,7 +59,6 @@ It is a list because creating one takes 1 µs, where an object takes 3. Its fiel
 - WAITS: time spent waiting for each rank of the group, in ns; or None.
 - ERROR: error it failed with, or None.
   - PEER: other rank of a message, -1 for any; None for a collective.
-  - DONE: function that returns True once a message has ended; None for a collective.
 - SLOT: index of its end in the ring file; None without a file.
 """
 
@@ -171,7 +170,7 @@ class Ring:
         results = shapes if outputs is inputs else _shapes(outputs)
         dtype = first[0].dtype if first else None
         entry: Entry = [group, number, op, shapes, results, dtype, *caller(op, 3)]
-        entry += perf_counter_ns(), 0, 0, None, None, None, None, None
+        entry += perf_counter_ns(), 0, 0, None, None, None, None
         if not group.named:
             group.find_name()
         self.entries.append(entry)  # here and below, since a call of a function is measurable
@@ -207,13 +206,12 @@ class Ring:
         op: str,
         tensor: Tensor,
         peer: int,
-        done: Callable[[], bool],
     ) -> Entry | None:
         """Record a message to or from a rank of the group; `peer` is -1 for any rank."""
         if not self.on:
             return None
         entry: Entry = [group, 0, op, tensor.shape, tensor.shape, tensor.dtype, *caller(op, 3)]
-        entry += perf_counter_ns(), 0, 0, None, None, peer, done, None
+        entry += perf_counter_ns(), 0, 0, None, None, peer, None
         if not group.named:
             group.find_name()
         self.entries.append(entry)
@@ -264,11 +262,6 @@ def record_end(entry: Entry, waits: dict[int, int] | None) -> None:
     entry[ENDED], entry[WAITS] = perf_counter_ns(), waits
     if entry[SLOT] is not None and ring.file is not None:
         ring.file.integers[entry[SLOT]] = entry[ENDED]
-
-
-def record_completion(entry: Entry, done: Callable[[], bool]) -> None:
-    """Set the function that returns True once a message has ended."""
-    entry[DONE] = done
 
 
 def _shapes(tensors: Sequence[Tensor]) -> Shapes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +13,7 @@ from torch.distributed import Work
 
 from gradwire._processes import Deadline
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, DistributedError
-from gradwire.recorder import record_completion, ring
+from gradwire.recorder import Entry, record_end, ring
 from gradwire.shm.arrivals import Mailbox, PostedReceive
 from gradwire.shm.engine import OWN_TAGS, Transfer, Transport
 from gradwire.shm.header import NUMBERS
@@ -70,9 +69,11 @@ class RingMessages:
             check_tensors(tensors)
             data = flat_of(tensor)
         # before the message is sent: a dump then names a send that hangs
-        ring.begin_message(group.recorded, "send", tensor, dst, _ended)
+        entry = ring.begin_message(group.recorded, "send", tensor, dst)
         self._mailbox.last_post = 0.0
         self._outgoing[dst].send(tag, data, Deadline(group.seconds))
+        if entry is not None:
+            record_end(entry, None)
         return ended(tensors)
 
     def receive(self, group: Group, tensors: list[Tensor], src: int | None, tag: int) -> Work:
@@ -82,13 +83,14 @@ class RingMessages:
         is_plain = is_ordinary(tensor) and tensor.dtype in NUMBERS
         if not is_plain:
             check_results(tensors)
-        entry = ring.begin_message(group.recorded, "recv", tensor, peer, _ended)
+        entry = ring.begin_message(group.recorded, "recv", tensor, peer)
         if src is not None and is_plain and self.incoming[src].take_now(tensor, tag):
+            if entry is not None:
+                record_end(entry, None)
             return ended(tensors, src)
         senders = list(self.incoming.values()) if src is None else [self.incoming[src]]
         work = _ReceiveWork(tensors, group.seconds, self._links, self._mailbox, senders)
-        if entry is not None:
-            record_completion(entry, _is_done(weakref.ref(work)))
+        work.entry = entry
         self._post(PostedReceive(src, tag, tensor.detach(), work), senders, work.posted)
         if src is None and not work.is_done():
             work.want()
@@ -123,15 +125,11 @@ class RingMessages:
             self.incoming[peer].close()
 
 
-def _ended() -> bool:
-    """Return True: a sent tensor can be changed at once."""
-    return True
-
-
 class _ReceiveWork(ShmWork):
     """Handle of a receive; a thread that waits, or asks, takes the message from the ring."""
 
     _wanted = False  # whether the senders were asked to wake this rank
+    entry: Entry | None = None  # in the recorder
 
     def __init__(
         self,
@@ -188,22 +186,14 @@ class _ReceiveWork(ShmWork):
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark the receive as done; `source` is the sender's rank."""
         super().finish(error, source)
+        if error is None and self.entry is not None:
+            record_end(self.entry, None)
         if self._wanted:
             self._forget()
 
     def _forget(self) -> None:
         for sender in self._senders:
             sender.unwant(self)
-
-
-def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
-    """Return a function that tells the recorder if a receive has ended, without its tensors."""
-
-    def done() -> bool:
-        work = reference()
-        return work is None or work.is_done()
-
-    return done
 
 
 def _check_tag(tag: int) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.files import FIRST, PREFIX, RING, STACKS, ErrorRecord, load, read_ring
+from gradwire.recorder.files import PREFIX, RING, STACKS, ErrorRecord, load, read_ring
 
 _MOST_RANKS = 1 << 20  # limit for damaged dumps
 _NAME = re.compile(r"(.*?)(\d+)")
+_RINGS = RING.format("")
 _CRASH_LINE = re.compile(r'  File "(?P<filename>.+)", line (?P<line>\d+) in (?P<name>.+)')
-_NOT_DUMPS = (FIRST, RING.format(""))
 _CORES = {
     "_all_gather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -148,8 +148,17 @@ class Start:
     host: str
     # variables when it began to form a group
     launch: dict[str, str]
-    # variables when it was started, if the program has changed them since
-    was: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """State of a rank when it was asked for a dump, or shortly before if it has gone on since."""
+
+    time: int
+    # of the main thread, innermost first
+    stack: list[Frame]
+    # system call of the main thread and of child processes
+    kernel: dict[str, Any]
 
 
 @dataclass
@@ -161,13 +170,17 @@ class RankDump:
     # states of other ranks' processes at that time
     peers: dict[int, str] = field(default_factory=dict)
     taken_ns: int = 0
+    # since when the main thread had been in its line
+    since_ns: int = 0
     # times when other ranks' processes were last seen alive
     peers_alive_ns: dict[int, int] = field(default_factory=dict)
     # name of the clock, equal for ranks whose times are comparable; "" if unknown
     clock: str = ""
     # last call of `sys.exit` or `os._exit`
     exit: ExitCall | None = None
-    # system call of the main thread and of child processes
+    # at requests, oldest first
+    moments: list[Moment] = field(default_factory=list)
+    # of the moment that counts; see `Evidence`
     kernel: dict[str, Any] = field(default_factory=dict)
     # long garbage collections: begin and duration, in ns
     pauses: list[tuple[int, ...]] = field(default_factory=list)
@@ -175,7 +188,6 @@ class RankDump:
     silences: list[tuple[int, ...]] = field(default_factory=list)
     host: str = ""
     pid: int = 0
-    began_ns: int = 0
     # time when its exit handlers ran; 0 if they have not
     ended_ns: int = 0
     world_size: int = 0
@@ -186,6 +198,11 @@ class RankDump:
     stack: list[Frame] = field(default_factory=list)
     # collectives by group, in order
     calls: dict[str, list[Call]] = field(default_factory=dict)
+    # messages between two ranks
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    # ranks of each group that it knows, and groups that it has called, with their descriptions
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)
 
     @property
     def pending(self) -> list[Call]:
@@ -203,8 +220,6 @@ class Dumps:
     groups: dict[str, list[int]]
     # all ranks of the job
     world: list[int]
-    # messages between two ranks, each with the rank that recorded it
-    messages: list[tuple[int, dict[str, Any]]]
     # exits of processes; empty if no launcher noted them
     exits: dict[int, Exit] = field(default_factory=dict)
     crashes: dict[int, Crash] = field(default_factory=dict)
@@ -213,12 +228,9 @@ class Dumps:
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
     kernel: dict[int, dict[str, Any]] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
-    # reads a rank's dump at the first failure; None if there is none
-    first: Callable[[int], RankDump | None] = lambda rank: None
     # ranks whose dumps cannot be read
     damaged: list[int] = field(default_factory=list)
-    # ranks whose dumps belong to an earlier run; they are not in `ranks`
-    earlier: list[int] = field(default_factory=list)
+    _numbered: dict[str, dict[int, dict[int, Call]]] = field(default_factory=dict)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
         """Return True if times of ranks are comparable; assumed for dumps of torch's recorder."""
@@ -226,11 +238,13 @@ class Dumps:
 
     def calls(self, group: str) -> dict[int, dict[int, Call]]:
         """Return a group's collectives by number and rank."""
-        found: dict[int, dict[int, Call]] = {}
-        for rank, dump in self.ranks.items():
-            for call in dump.calls.get(group, ()):
-                found.setdefault(call.number, {})[rank] = call
-        return dict(sorted(found.items()))
+        if group not in self._numbered:
+            found: dict[int, dict[int, Call]] = {}
+            for rank, dump in self.ranks.items():
+                for call in dump.calls.get(group, ()):
+                    found.setdefault(call.number, {})[rank] = call
+            self._numbered[group] = dict(sorted(found.items()))
+        return self._numbered[group]
 
 
 # -- the directory -------------------------------------------------------------------------------
@@ -246,9 +260,9 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
     candidates: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
-        other = match and prefix is None and match[1] in _NOT_DUMPS
-        if match and not other and path.is_file() and prefix in (None, match[1]):
-            candidates.setdefault(match[1], {})[int(match[2])] = path
+        name = match[1] if match else ""
+        if match and path.is_file() and prefix in (name, None) and (prefix or name != _RINGS):
+            candidates.setdefault(name, {})[int(match[2])] = path
     if not candidates:
         raise ArgumentError(
             f"{str(directory)!r} has no dumps: files are named <prefix><rank>, such as rank_0 or "
@@ -256,79 +270,67 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
         )
     errors: list[ArgumentError] = []
     for files in sorted(candidates.values(), key=len, reverse=True):
-        records, ranks, damaged = {}, {}, []
+        ranks, damaged = {}, []
         for rank, path in sorted(files.items()):
             try:
-                records[rank], ranks[rank] = _checked(path, rank)
+                ranks[rank] = _checked(path)
             except ArgumentError as error:
                 damaged.append(rank)
                 errors.append(error)
         if ranks:
-            newest = max(ranks.values(), key=lambda dump: dump.taken_ns)
-            # ranks that exist in an earlier run with another world size, too, have replaced theirs
-            earlier = [
-                rank
-                for rank, dump in sorted(ranks.items())
-                if dump.world_size != newest.world_size
-                and dump.clock == newest.clock
-                and dump.taken_ns < newest.began_ns
-            ]
-            kept = {rank: dump for rank, dump in ranks.items() if rank not in earlier}
-            dumps = _combined({rank: records[rank] for rank in kept}, kept)
-            dumps.damaged, dumps.earlier = damaged, earlier
+            dumps = _combined(ranks)
+            dumps.damaged = damaged
             _add_files(dumps, directory, outliving=prefix in (None, PREFIX))
             return dumps
     raise errors[0]
 
 
-def _checked(path: Path, rank: int) -> tuple[dict[str, Any], RankDump]:
+def _checked(path: Path) -> RankDump:
     """Load a dump and check it on its own, so that a damaged one does not hide the others."""
     record = load(path)
     try:
-        dump = _rank(record)
-        _combined({rank: record}, {rank: dump})
+        return _rank(record)
     except Exception as error:  # damaged dumps raise errors of any type, such as OverflowError
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
-    return record, dump
 
 
-def _combined(records: Mapping[int, Mapping[str, Any]], ranks: dict[int, RankDump]) -> Dumps:
+def _combined(ranks: dict[int, RankDump]) -> Dumps:
     """Combine ranks' dumps; groups are those of the configuration, or else of recorded calls."""
     groups: dict[str, list[int]] = {}
-    default, callers = set[str](), dict[str, set[int]]()
-    messages = []
-    for rank, record in records.items():
-        for name, config in record.get("pg_config", {}).items():
-            members = [int(r) for r in ast.literal_eval(_text(config["ranks"]))]
-            if members and name:
-                groups[name] = members
-        for entry in record.get("entries", ()):
-            name, desc = map(_text, entry["process_group"])
-            if callers.setdefault(name, set()) == set() and desc == "default_pg":
-                default.add(name)
-            callers[name].add(rank)
-        for message in record.get("gradwire", {}).get("messages", ()):
-            found: dict[str, Any] = {name: _text(message[name]) for name in ("op", "state")}
-            found |= {"peer": int(message["peer"]), "frame": _frame(message["frames"][0])}
-            messages.append((rank, found))
-    for name, called in callers.items():
-        groups.setdefault(name, sorted(records if name in default else called))
+    callers: dict[str, list[int]] = {}
+    for rank, dump in ranks.items():
+        groups |= dump.groups
+        for name, desc in dump.called.items():
+            of_all = desc == "default_pg"
+            callers[name] = sorted(ranks if of_all else [*callers.get(name, ()), rank])
+    groups = callers | groups
     size = max((dump.world_size for dump in ranks.values()), default=0)
     in_groups = {rank for members in groups.values() for rank in members}
     world = {*range(min(size, _MOST_RANKS)), *in_groups, *ranks}
-    return Dumps(ranks, groups, sorted(world), messages)
+    return Dumps(ranks, groups, sorted(world))
 
 
 def _rank(record: Mapping[str, Any]) -> RankDump:
     extra = record.get("gradwire", {})
-    dump = _read(RankDump, {k: v for k, v in extra.items() if v is not None and k != "events"})
+    apart = ("events", "messages", "kernel")
+    dump = _read(RankDump, {k: v for k, v in extra.items() if v is not None and k not in apart})
     dump.stack = [_frame(frame) for frame in next(iter(extra.get("threads", {}).values()), ())]
     for event in extra.get("events", ()):
         dump.events.append(_read(ErrorRecord, event))
         dump.events[-1].time += int(extra.get("wall_ns", 0))
+        dump.events[-1].since += int(extra.get("wall_ns", 0)) if dump.events[-1].since else 0
+    for message in extra.get("messages", ()):
+        dump.messages.append({name: _text(message[name]) for name in ("op", "state")})
+        dump.messages[-1] |= {"peer": int(message["peer"]), "frame": _frame(message["frames"][0])}
+    for name, config in record.get("pg_config", {}).items():
+        members = [int(r) for r in ast.literal_eval(_text(config["ranks"]))]
+        if members and name:
+            dump.groups[name] = members
     for entry in record.get("entries", ()):
+        name, desc = map(_text, entry["process_group"])
+        dump.called.setdefault(name, desc)
         if not entry.get("is_p2p"):
             call = _call(entry)
             of_group = dump.calls.setdefault(call.group, [])
@@ -395,6 +397,7 @@ _READ: dict[Any, Callable[[Any], Any]] = {
     "dict[int, str]": lambda found: {int(key): _text(value) for key, value in found.items()},
     "dict[str, str]": lambda found: {_text(key): _text(value) for key, value in found.items()},
     "dict[str, Any]": dict,
+    "list[Moment]": lambda found: [_read(Moment, each) for each in found],
     "ExitCall | None": lambda found: _read(ExitCall, found),
 }
 """Conversion of a field of a dump, by the annotation of the attribute."""
@@ -410,25 +413,17 @@ def _add_files(dumps: Dumps, directory: Path, *, outliving: bool) -> None:
             found = json.loads(path.read_text())
             dumps.exits |= {int(rank): _read(Exit, exit_) for rank, exit_ in found.items()}
     dumps.world = sorted({*dumps.world, *dumps.exits})
-    nameless = []
     for path in directory.glob("crash-*.txt"):
         text, number = path.read_text(errors="replace"), path.stem.partition("-")[2]
         stacks = parse_stacks(text) if text.strip() else []
-        if not stacks:
-            continue
+        if not stacks or not number.isdecimal():
+            continue  # a process that crashed before it had a rank
         current = [n for n, (is_current, frames) in enumerate(stacks) if is_current and frames]
         at = current[0] if current else len(stacks) - 1  # a thread of C: show the main thread
         why = text.splitlines()[0].removeprefix("Fatal Python error: ")
         in_main, when = at == len(stacks) - 1, path.stat().st_mtime_ns
         crash = Crash(why, stacks[at][1], when, in_main, in_python=bool(current))
-        if number.isdecimal():
-            dumps.crashes[int(number)] = crash
-        else:
-            nameless.append(crash)
-    silent = {*dumps.world} - {*dumps.ranks}
-    silent = {r for r in silent if not (directory / f"process-{r}.json").exists()}
-    if len(silent) == len(nameless) == 1:  # only this rank can have crashed before it had a rank
-        dumps.crashes[silent.pop()] = nameless[0]
+        dumps.crashes[int(number)] = crash
     if not outliving:
         return
     for rank in dumps.world:
@@ -443,17 +438,11 @@ def _add_files(dumps: Dumps, directory: Path, *, outliving: bool) -> None:
             if stacks and stacks[-1][1]:
                 dumps.stacks[rank] = stacks[-1][1]
         with contextlib.suppress(OSError, ValueError):
-            dumps.kernel[rank] = json.loads((directory / f"kernel-{rank}.json").read_text())
+            path = directory / f"kernel-{rank}.json"
+            dumps.kernel[rank] = json.loads(path.read_text()) | {"time": path.stat().st_mtime_ns}
     for path in directory.glob("start-*.json"):
         with contextlib.suppress(*_INVALID):
             dumps.starts.append(_read(Start, json.loads(path.read_text())))
-
-    def first(rank: int) -> RankDump | None:
-        with contextlib.suppress(OSError, ArgumentError):
-            return _checked(directory / f"{FIRST}{rank}", rank)[1]
-        return None
-
-    dumps.first = first
 
 
 _INVALID = (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError)

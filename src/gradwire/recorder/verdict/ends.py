@@ -5,23 +5,29 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradwire._processes import ENDED, SIGNAL_NAMES
 from gradwire.recorder.verdict.dumps import Crash
 from gradwire.recorder.verdict.evidence import (
+    LIKELY,
     LONG_NS,
     NEVER,
+    UNCLEAR,
     Evidence,
     Finding,
     Kind,
     at_line,
+    by_ranks,
     list_ranks,
     name_call,
     place_of,
     waits_for_others,
+    were,
 )
 
 _SLACK_NS = 100_000_000
+_TOGETHER_NS = 500_000_000
 _LOOK = "look for `Killed process` in the kernel's log (dmesg), and at the host's free memory"
 _BY_SIGNAL: dict[int, tuple[str, ...]] = {
     signal.SIGKILL: (_LOOK, "find out whether a scheduler or a person sent SIGKILL"),
@@ -31,8 +37,6 @@ _BY_SIGNAL: dict[int, tuple[str, ...]] = {
     ),
     signal.SIGBUS: ("check that /dev/shm and mapped files have space: `df /dev/shm`",),
     signal.SIGABRT: ("see the end of its log: a library called abort() and says why",),
-    signal.SIGTERM: ("find out what sent SIGTERM: a time limit, a preemption, or `kill`",),
-    signal.SIGINT: ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",),
 }
 _LOCAL = ("localhost", "127.", "::1")
 _MUST_AGREE = ("MASTER_PORT", "MASTER_ADDR", "WORLD_SIZE")
@@ -42,22 +46,20 @@ _LOST_STORE = {"DistNetworkError", "DistStoreError"}
 # -- ends ----------------------------------------------------------------------------------------
 
 
-def find_crash(evidence: Evidence) -> Finding | None:
-    """Find the process that crashed first in C, by itself."""
-    return _first_crash(evidence, by_message=False)
+def find_end(evidence: Evidence) -> Finding | None:
+    """Find the rank whose process ended first, before any failure of another one."""
+    finders = (_crashed, _ended_first, _left_a_call, _took_the_store)
+    found = [finding for find in finders if (finding := find(evidence))]
+    return min(found, key=lambda each: (each.confidence == LIKELY, each.time), default=None)
 
 
-def find_aborted(evidence: Evidence) -> Finding | None:
-    """Find a process that a backend aborted, because of another rank's message."""
-    return _first_crash(evidence, by_message=True)
-
-
-def _first_crash(evidence: Evidence, *, by_message: bool) -> Finding | None:
-    crashes = evidence.dumps.crashes.items()
-    of_kind = [(c.time, r, c) for r, c in crashes if _is_by_message(c) == by_message]
-    if not of_kind:
+def _crashed(evidence: Evidence) -> Finding | None:
+    """Find the process that crashed first in C: by itself, or else because of another's message."""
+    if not evidence.dumps.crashes:
         return None
-    when, rank, crash = min(of_kind, key=lambda each: each[:2])
+    crashes = evidence.dumps.crashes.items()
+    by_message, when, rank = min((_is_by_message(c), c.time, r) for r, c in crashes)
+    crash = evidence.dumps.crashes[rank]
     thread = "" if crash.in_main else ", in a thread other than the main one"
     number = {"Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}.get(crash.why, signal.SIGSEGV)
     summary = f"rank {rank}'s process crashed in C ({crash.why}{thread}) while it was"
@@ -93,74 +95,64 @@ def find_stopped(evidence: Evidence) -> Finding | None:
                 (rank,),
                 f"rank {rank}'s process was {state}{at_line(stack)}, neither running nor dead, "
                 "and the others waited",
-                (
-                    "continue it: kill -CONT",
-                    "find out what stopped it: SIGSTOP, a debugger, Ctrl-Z in a terminal, a "
-                    "frozen container",
-                ),
+                ("find out what stopped it (a debugger, Ctrl-Z), and continue it: kill -CONT",),
                 places=place_of(stack),
                 time=trace.beat if trace is not None else 0,
             )
     return None
 
 
-def find_killed(evidence: Evidence) -> Finding | None:
-    """Find ranks that a signal ended, and that nothing else had failed before."""
-    dumps = evidence.dumps
-    killed = {}
-    for rank, exit_ in sorted(dumps.exits.items()):
-        failed = rank in dumps.crashes or (rank in dumps.ranks and dumps.ranks[rank].events)
-        # launchers end ranks by SIGTERM first
-        slack = _SLACK_NS if exit_.code == -signal.SIGTERM else LONG_NS
-        if exit_.code < 0 and not failed and not _came_after(evidence, rank, slack):
-            killed[rank] = exit_.code
-    if -signal.SIGKILL in killed.values():
-        killed = {rank: code for rank, code in killed.items() if code == -signal.SIGKILL}
-    if not killed or (len(killed) == len(dumps.world) > 1):
-        return None
-    return _ended(evidence, list(killed))
-
-
-def find_exit(evidence: Evidence) -> Finding | None:
-    """Find a rank that ended itself with a code or a text, or by `os._exit`, before the others."""
-    dumps, found = evidence.dumps, []
+def _ended_first(evidence: Evidence) -> Finding | None:
+    """Find ranks that a signal, an exit or something unknown ended before any failure."""
+    dumps, codes, gone = evidence.dumps, dict[int, int](), list[int]()
     for rank in dumps.world:
         dump, exit_ = dumps.ranks.get(rank), dumps.exits.get(rank)
         if rank in dumps.crashes or (dump and dump.events):
             continue
         call = dump.exit if dump is not None and dump.reason == "exit" else None
         code = exit_.code if exit_ is not None else call.code if call is not None else 0
-        by_itself = code > 0 or (code == 0 and call is not None and call.how == "os._exit")
-        if by_itself and not _came_after(evidence, rank):
-            found.append((evidence.ends_at(rank), rank, code))
-    if not found:
-        return None
-    when, rank, code = min(found)
-    if len(found) == len(dumps.world) > 1:
-        summary = f"all ranks ended themselves, the first with exit code {code}, and none had an "
-        summary += "error"
-        remedies = ("see the end of their logs",)
-        return Finding(Kind.DIED, (), summary, remedies, time=when)
-    return _ended(evidence, [rank])
+        # launchers end ranks by SIGTERM first
+        slack = LONG_NS if code < 0 and code != -signal.SIGTERM else _SLACK_NS
+        if _came_after(evidence, rank, slack):
+            continue
+        if code or (call is not None and call.how == "os._exit"):
+            codes[rank] = code
+        elif not evidence.ended(rank):
+            gone.append(rank)
+    if -signal.SIGKILL in codes.values():
+        codes = {rank: code for rank, code in codes.items() if code == -signal.SIGKILL}
+    first = min(map(evidence.ends_at, codes), default=NEVER)
+    # neither clocks nor the scheduler order ends that lie closer together
+    codes = {r: c for r, c in codes.items() if evidence.ends_at(r) - first < _TOGETHER_NS}
+    stands = [at for rank, at in evidence.standings.items() if rank not in codes]
+    met = evidence.began or any(stands)  # else, the others might have ended likewise
+    exits = bool(codes) and min(codes.values()) >= 0
+    if (exits and not met) or (len(codes) > 1 and (exits or len(codes) == len(dumps.world))):
+        said = " and ".join(sorted({f"exit code {code}" for code in codes.values()}))
+        lines = [e.lines for r in codes if r in dumps.ranks and (e := dumps.ranks[r].exit)]
+        when = "at the same time" if met else "before the ranks met"
+        return Finding(
+            Kind.DIED if met else Kind.NOTHING,
+            (),
+            f"{list_ranks(list(codes))} ended {when}, with {said}"
+            f"{at_line(lines[0]) if lines else ''}, and without an error",
+            ("see the end of their logs: all may have left for the same reason",),
+            places=place_of(lines[0]) if lines else (),
+            time=first,
+        )
+    if codes:
+        return _ended(evidence, list(codes))
+    found = _left_without_a_dump(evidence, gone)
+    return found and replace(found, confidence=LIKELY)
 
 
-def find_gone(evidence: Evidence) -> Finding | None:
+def _left_without_a_dump(evidence: Evidence, ranks: Sequence[int]) -> Finding | None:
     """Find the one rank whose process had ended without a dump when the others failed."""
     dumps, states = evidence.dumps, evidence.states
-    over = {rank for rank, state in states.items() if state in ENDED}
-    over |= {rank for rank, exit_ in dumps.exits.items() if exit_.code and rank not in states}
-    over |= {rank for rank in dumps.exits if rank not in dumps.ranks}
-    last = [dump.events[-1] for dump in dumps.ranks.values() if dump.events]
-    ends = [event for event in last if event.kind == "uncaught"] or last
-    newest = max((dump.taken_ns for dump in dumps.ranks.values()), default=0)
-    first_end = min((event.time for event in ends), default=newest + 1)
     gone = [
         rank
-        for rank in sorted(over - {*dumps.crashes})
-        if not evidence.ended(rank)
-        and not (rank in dumps.ranks and dumps.ranks[rank].events)
-        and not _came_after(evidence, rank)
-        and evidence.last_seen(rank) < first_end
+        for rank in ranks
+        if states.get(rank) in ENDED or (rank in dumps.exits and rank not in dumps.ranks)
     ]
     for gap in evidence.gaps:  # a living rank, for longer than a death goes unnoticed
         since = min(call.created for call in gap.calls.values())
@@ -178,31 +170,28 @@ def _ended(evidence: Evidence, ranks: list[int]) -> Finding:
     call = call if code >= 0 else None
     stack = evidence.last_stack(ranks[0]) if call is None else call.lines
     shortly = f"; shortly before, it was{at_line(stack)}" if call is None and at_line(stack) else ""
-    was = "was" if len(ranks) == 1 else "were"
     remedies: Sequence[str] = (_LOOK,)
     if call is not None:
-        how = f"called {call.how}{at_line(stack)} and ended with exit code {code}"
+        how = f"called {call.how}{at_line(stack)} and ended before the others with exit code {code}"
         how += f", saying: {' '.join(call.text.split())[:300]}" if call.text else ""
-        how += ", before the other ranks"
         remedies = ("see why this rank takes this way out, and the others do not",)
     elif exit_ is None:
-        how = f"{was} killed or ended without a dump"
+        how = "ended, or was killed, without a dump"
     elif code >= 0:
-        how = f"ended with exit code {code}{' without a dump' if dump is None else ''}, "
-        how += "before the other ranks"
+        how = f"ended before the others with exit code {code}"
         remedies = ("see the end of its log: SystemExit was raised, or os._exit was called in C",)
     else:
-        how = f"{was} ended by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
-        remedies = _BY_SIGNAL.get(-code, ("find out what sent this signal",))
+        how = f"ended by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
+        remedies = _BY_SIGNAL.get(-code, ("find out what sent it, such as a time limit",))
         if exit_.oom_killed:
             how += ", by the kernel's out-of-memory killer"
             remedies = ("raise its memory limit, or use less: a smaller batch, fewer workers",)
     return Finding(
         Kind.DIED,
         ranks,
-        f"{evidence.on_host(ranks)} {how}{shortly}",
+        f"{list_ranks(ranks)} {how}{shortly}",
         remedies,
-        [evidence.last_call(rank) for rank in ranks],
+        by_ranks({rank: evidence.last_call(rank) for rank in ranks}),
         place_of(stack),
         time=min(evidence.ends_at(rank) for rank in ranks),
     )
@@ -217,7 +206,7 @@ def _came_after(evidence: Evidence, rank: int, slack: int = _SLACK_NS) -> bool:
     return evidence.last_seen(rank) > failed + slack
 
 
-def find_left(evidence: Evidence) -> Finding | None:
+def _left_a_call(evidence: Evidence) -> Finding | None:
     """Find a rank that ended without an error while a call of its own was still running."""
     found = [
         (evidence.ends_at(rank), rank, dump.pending[0])
@@ -233,17 +222,24 @@ def find_left(evidence: Evidence) -> Finding | None:
     summary = f"rank {rank} ended while its {name_call(call)} was still running: nothing waited "
     summary += "for its handle"
     remedies = ("call wait() on the handle that this line returns",)
-    return Finding(Kind.FINISHED, (rank,), summary, remedies, places=(call.place,), time=when)
+    finding = Finding(Kind.FINISHED, (rank,), summary, remedies, places=(call.place,), time=when)
+    return replace(finding, confidence=LIKELY)
 
 
 # -- start-up ------------------------------------------------------------------------------------
 
 
-def find_same_rank(evidence: Evidence) -> Finding | None:
-    """Find two processes that were started with the same RANK."""
+def find_start(evidence: Evidence) -> Finding | None:
+    """Find ranks that cannot find each other: by their variables, or because one is absent."""
+    if evidence.began:
+        return None
+    return _same_rank(evidence) or _other_variables(evidence) or _never_started(evidence)
+
+
+def _same_rank(evidence: Evidence) -> Finding | None:
     starts = evidence.dumps.starts
     doubled = [rank for rank, n in Counter(start.rank for start in starts).items() if n > 1]
-    if evidence.began or not doubled:
+    if not doubled:
         return None
     rank = doubled[0]
     of = [start for start in starts if start.rank == rank]
@@ -252,56 +248,43 @@ def find_same_rank(evidence: Evidence) -> Finding | None:
     expected = range(int(size) if size.isdecimal() else 0)
     lacking = sorted({*expected} - {start.rank for start in starts})
     lacks = f"; no process has RANK {', '.join(map(str, lacking))}" if lacking else ""
-    details = []
-    for start in of:
-        values = " ".join(f"{name}={value}" for name, value in sorted(start.launch.items()))
-        details.append(f"process {start.pid} on {start.host}: {values}")
     return Finding(
         Kind.START,
         (rank,),
         f"{len(of)} processes were started with RANK={rank}: {who}{lacks}",
-        (
-            "give each process a RANK of its own, from 0 to WORLD_SIZE - 1",
-            "on several hosts, RANK is node rank * processes per host + LOCAL_RANK",
-        ),
-        details,
+        ("give each process a RANK of its own: node rank * processes per host + LOCAL_RANK",),
         time=1,
     )
 
 
-def find_other_values(evidence: Evidence) -> Finding | None:
+def _other_variables(evidence: Evidence) -> Finding | None:
     """Find ranks that were started with another address, port or number of ranks."""
     starts = evidence.dumps.starts
-    for name in _MUST_AGREE if not evidence.began else ():
+    for name in _MUST_AGREE:
         by_value: dict[str, list[int]] = {}
         for start in starts:
             by_value.setdefault(start.launch.get(name, "(not set)"), []).append(start.rank)
         if len(by_value) < 2:
             continue
-        changed = sorted(
-            {s.rank for s in starts if s.was and s.was.get(name) != s.launch.get(name)}
-        )
         most, second, *_ = sorted(by_value.values(), key=len, reverse=True)
         few = sorted({start.rank for start in starts} - {*most})
-        named = few if len(most) > len(second) else changed if len(changed) < len(starts) else []
-        why = f"; the program changed it on {list_ranks(changed)}" if changed else ""
         shown = ", ".join(f"{list_ranks(of)} {name}={value}" for value, of in by_value.items())
         return Finding(
             Kind.START,
-            named,
-            f"the ranks were started with different values of {name}: {shown}; they look for "
-            f"each other in different places{why}",
+            few if len(most) > len(second) else (),
+            f"the ranks have different values of {name}: {shown}; they look for each other in "
+            "different places",
             (f"set the same {name} for all ranks",),
             time=1,
         )
     return None
 
 
-def find_never_started(evidence: Evidence) -> Finding | None:
+def _never_started(evidence: Evidence) -> Finding | None:
     """Find ranks of which no process was seen, while all others wait for them to join."""
     dumps = evidence.dumps
     sizes = {start.launch.get("WORLD_SIZE", "") for start in dumps.starts}
-    if evidence.began or len(sizes) != 1 or any(evidence.primary.values()):
+    if len(sizes) != 1 or any(evidence.primary.values()):
         return None
     text = sizes.pop()
     size = int(text) if text.isdecimal() else 0
@@ -312,22 +295,20 @@ def find_never_started(evidence: Evidence) -> Finding | None:
     local = all(s.launch.get("MASTER_ADDR", "").startswith(_LOCAL) for s in dumps.starts)
     stack = next((dump.stack for dump in dumps.ranks.values() if dump.stack), [])
     where = "" if local else ", or write to another directory"
+    how = "not seen yet, and may still import PyTorch" if evidence.live else "never started"
     return Finding(
         Kind.START,
         lacking if local else (),
-        f"{list_ranks(lacking)} {'was' if len(lacking) == 1 else 'were'} never started{where}: "
-        f"WORLD_SIZE is {size}, and {list_ranks(sorted(seen))} were seen",
-        (
-            f"start a process for each rank from 0 to {size - 1}",
-            f"or set WORLD_SIZE to {len(seen)} on all of them",
-        ),
+        f"{were(lacking)} {how}{where}: WORLD_SIZE is {size}, and {were(sorted(seen))} seen",
+        (f"start {size} processes, with RANK from 0 to {size - 1}, or set another WORLD_SIZE",),
         [f"the others wait{at_line(stack)}"],
         place_of(stack),
         time=1,
+        confidence=LIKELY if local else UNCLEAR,
     )
 
 
-def find_store_gone(evidence: Evidence) -> Finding | None:
+def _took_the_store(evidence: Evidence) -> Finding | None:
     """Find that rank 0 has ended, whose process held the store that the others use."""
     lost = {
         rank: event
@@ -349,4 +330,5 @@ def find_store_gone(evidence: Evidence) -> Finding | None:
         ),
         places=place_of(event.lines),
         time=evidence.ends_at(0),
+        confidence=LIKELY,
     )

@@ -1,4 +1,4 @@
-"""Ranks that differ or failed: another call, another value, an error, NaN, an interrupt."""
+"""Ranks that differ or failed: another call, another value, an error, NaN."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from gradwire.recorder.files import ErrorRecord
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.evidence import (
     CERTAIN,
+    LIKELY,
     Evidence,
     Finding,
     Kind,
     at_line,
+    by_ranks,
+    iterates_over_set,
     list_names,
     list_ranks,
     name_call,
     place_of,
-    swallowing_handler,
     unique,
-    was_interrupted,
 )
 
 _CHANGES = {"size": "the last batch, padding", "dtype": "autocast, a checkpoint"}
 """Usual causes of other tensors on one rank."""
-_CONDITIONS = (
-    "look for a condition on the rank or on its data before these lines",
-    "look for iteration over a set, whose order differs between processes: sort it",
-)
+_CONDITION = "look for a condition on the rank or on its data before these lines"
+_ORDER = "sort what the loop iterates over: the order of a set differs between processes"
 _SKIP_IF_ANY = "leave the step out on all ranks: skip_if_any of DistributedDataParallel"
 _TIMES = 2  # on each rank, before anything is expected
 _NUMBER = re.compile(r"\d+")
@@ -41,7 +40,11 @@ _TOGETHER_NS = 2_000_000_000  # ranks that fail with one error do so within this
 
 
 def find_mismatch(evidence: Evidence) -> Finding | None:
-    """Find the oldest collective in which ranks made different calls."""
+    """Find the oldest collective in which ranks made different calls or passed other values."""
+    return _other_call(evidence) or _other_value(evidence)
+
+
+def _other_call(evidence: Evidence) -> Finding | None:
     dumps = evidence.dumps
     found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
@@ -50,7 +53,9 @@ def find_mismatch(evidence: Evidence) -> Finding | None:
             if len({call.what for call in calls.values()}) > 1:
                 culprits = _culprits(dumps, calls)
             elif all(call.error for call in calls.values()):
-                culprits = _elsewhere_in_program(dumps, calls) or None
+                few = _minority({rank: call.place for rank, call in calls.items()})
+                other = evidence.first_other_line(few) if few else None
+                culprits = few if other and other[0] in calls.values() else None
             if culprits is not None:
                 found.append((max(call.created for call in calls.values()), calls, culprits))
                 break
@@ -70,47 +75,31 @@ def _mismatch(evidence: Evidence, calls: Mapping[int, Call], culprits: list[int]
         if (rank not in culprits if culprits else call.what != mine.what)
     ]
     theirs, kind = calls[others[0]], Kind.MISMATCH
-    remedies: tuple[str, ...] = _CONDITIONS
-    details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
-    for rank in culprits:
-        if rank in evidence.dumps.ranks and evidence.dumps.ranks[rank].events:
-            details.append(f"rank {rank} got {evidence.last_error(rank)}")
+    remedies: tuple[str, ...] = (_CONDITION,)
+    details = by_ranks({rank: name_call(call) for rank, call in calls.items()})
     field = "size" if mine.sizes != theirs.sizes else "dtype"
     same_line = mine.site == theirs.site
-    number = f"number {theirs.number} of group {theirs.group}"
+    number = f"another {field}, " if same_line else ""
+    number += f"number {theirs.number} of group {theirs.group}"
     one, other = (name_call(call, number=False) for call in (mine, theirs))
     if same_line:
         look, by = f"print the {field} before this line on all ranks", _CHANGES[field]
         remedies = (f"{look}: {by} and the model's configuration determine it",)
+    if iterates_over_set(mine.place):
+        remedies = (_ORDER, *remedies)
     if not culprits:
-        what = f"called {mine.op} with different {field}s" if same_line else "made different calls"
-        summary = f"{who} {what} ({number}), equally many each: {one}, and {other}"
-    elif same_line:
-        values = f"{_value(mine, field)} instead of {_value(theirs, field)}"
-        summary = f"{who} called {name_call(mine)} with another {field} than {list_ranks(others)}: "
-        summary += values
-    elif _follows(evidence.dumps, theirs, mine):
+        summary = f"{who} made different calls ({number}), equally many each: {one}, and {other}"
+    elif not same_line and _follows(evidence.dumps, theirs, mine):
         kind = Kind.SKIPPED
         step = f" of step {theirs.step}" if theirs.step is not None else ""
         summary = f"{who} skipped the {name_call(theirs)}{step}, which all other ranks called"
         details.insert(0, f"it continued with the {one}")
         remedies = ("look for a condition, `continue` or early `return` that only this rank takes",)
-        handler = swallowing_handler(theirs.place)
-        if handler is not None:
-            details.insert(0, f"that line is in a `try` whose `except` in line {handler} continues")
-            remedies = (
-                f"an error was probably swallowed: print it in the `except` in line {handler} of "
-                f"{theirs.frame['filename']} and re-raise it, or skip the step on all ranks",
-            )
     else:
         summary = f"{who} called {one}, where {list_ranks(others)} called {other} ({number})"
     places, parameters = unique([mine.place, theirs.place]), mine.parameters or theirs.parameters
     finding = Finding(kind, culprits, summary, remedies, details, places, parameters)
     return replace(finding, confidence=CERTAIN)  # even if it is not known whose call is right
-
-
-def _value(call: Call, field: str) -> str:
-    return str([list(s) for s in call.sizes]) if field == "size" else " ".join(call.dtypes)
 
 
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
@@ -132,25 +121,6 @@ def _minority(values: Mapping[int, object], unknown: int = 0) -> list[int]:
     if others and most <= others[0][1] + unknown:
         return []
     return [rank for rank, value in sorted(values.items()) if value != common]
-
-
-def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
-    """Return the minority that made a call at another line, if it failed on all ranks."""
-    # Sizes are no evidence where a collective allows different ones. Neither are lines that
-    # occurred together before, such as those of a root and of the other ranks.
-    ((most, times),) = Counter(call.place for call in calls.values()).most_common(1)
-    few = [rank for rank, call in sorted(calls.items()) if call.place != most]
-    lines = {calls[rank].place for rank in few}
-    if not few or 2 * times <= len(calls):
-        return []
-    first, together = next(iter(calls.values())), False
-    for number, earlier in dumps.calls(first.group).items():
-        places = {call.place for call in earlier.values()}
-        if number < first.number and most in places:
-            if places & lines:
-                return []
-            together = together or len(earlier) == len(calls)
-    return few if together else []
 
 
 def _expected(dumps: Dumps, call: Call) -> tuple[str, str] | None:
@@ -185,12 +155,19 @@ def _error(
     ranks: Sequence[int], event: ErrorRecord, summary: str, *remedies: str, kind: str = Kind.ERROR
 ) -> Finding:
     """Describe an error, whose message ends the summary."""
+    text = f": {event.text()}" if event.message else ""
+    places = place_of(event.lines)
+    if event.root:
+        # an error in a `finally`, or in the handling of the first one, takes its place
+        root = " ".join(event.root.split())[:300]
+        text += f"; before it came {root}{at_line(event.root_lines)}"
+        places = unique([*place_of(event.root_lines), *places])
     return Finding(
         kind,
         ranks,
-        f"{summary}: {event.text()}",
+        f"{summary}{text}",
         remedies,
-        places=place_of(event.lines),
+        places=places,
         parameters=event.parameters,
         time=event.time,
     )
@@ -201,7 +178,7 @@ def find_error(evidence: Evidence) -> Finding | None:
     dumps = evidence.dumps
     errors = [(e.time, rank, e) for rank, events in evidence.primary.items() for e in events]
     if not errors:
-        return None
+        return _reported(evidence)
     # one failure may have spread to all ranks with the data, such as a NaN
     when, _, event = min(errors, key=lambda each: each[0])
     same = sorted({r for _, r, e in errors if (e.type, e.message) == (event.type, event.message)})
@@ -211,11 +188,12 @@ def find_error(evidence: Evidence) -> Finding | None:
         if (e.type, e.lines[:1]) == (event.type, event.lines[:1]) and t - when < _TOGETHER_NS
     }
     failed = sorted({r for _, r, _ in errors})
-    how = f"failed{at_line(event.lines)} with {event.type}"
+    where = " in a worker of its data loader," if event.own else ""
+    how = f"failed{where}{at_line(event.lines)} with {event.type}"
     if failed != same and not dumps.same_clock(failed):
         text = "on hosts whose clocks are not comparable: one of the errors caused the others"
         remedies = ("compare these errors and the hosts' logs, which show the first one",)
-        details = [f"rank {rank}: {evidence.last_error(rank)}" for rank in failed]
+        details = by_ranks({rank: evidence.last_error(rank) for rank in failed})
         summary = f"{list_ranks(failed)} failed, {text}"
         return Finding(Kind.UNCLEAR, (), summary, remedies, details, time=when)
     # ranks with an error that differs in numbers only, such as the rank's own
@@ -243,12 +221,20 @@ def find_error(evidence: Evidence) -> Finding | None:
             "if a NaN or infinity may have come from one rank, run with "
             "GRADWIRE_CHECK_FINITE=1, which names the first one",
         )
-    ends = "and the process ended" if event.kind == "uncaught" else "raised by gradwire"
-    return _error(same, event, f"{evidence.on_host(same)} {how}, {ends}", *_for_error(event))
+    if event.type == "KeyboardInterrupt":
+        how = f"was interrupted by SIGINT{at_line(event.lines)}, and no other rank was"
+    return _error(same, event, f"{list_ranks(same)} {how}", *_for_error(event))
 
 
 def _for_error(event: ErrorRecord) -> tuple[str, ...]:
     """Return what to do about an error."""
+    if event.type == "KeyboardInterrupt":
+        return ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",)
+    if event.own:
+        return (
+            "look at the worker's error in its log, or load with num_workers=0 to see it",
+            "if it was killed, give it more memory: fewer workers, a smaller prefetch_factor",
+        )
     if "MemoryError" in event.type or "allocate memory" in event.message:
         return ("use less memory on this rank: a smaller batch, fewer workers, no retained graphs",)
     if event.parameters:
@@ -261,7 +247,7 @@ def _for_error(event: ErrorRecord) -> tuple[str, ...]:
     return ("fix that line: the other ranks' errors follow from it",)
 
 
-def find_disagreement(evidence: Evidence) -> Finding | None:
+def _other_value(evidence: Evidence) -> Finding | None:
     """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
     found = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.values]
     if not found:
@@ -280,7 +266,7 @@ def find_disagreement(evidence: Evidence) -> Finding | None:
     )
 
 
-def find_reported(evidence: Evidence) -> Finding | None:
+def _reported(evidence: Evidence) -> Finding | None:
     """Find ranks that told the others of an error of theirs, which they may have swallowed."""
     told = [e for dump in evidence.dumps.ranks.values() for e in dump.events if e.reported]
     if not told:
@@ -289,23 +275,7 @@ def find_reported(evidence: Evidence) -> Finding | None:
     ranks = sorted(event.reported)
     summary = f"{list_ranks(ranks)} had an error in backward, told the others and went on"
     look = "look for a `try` around backward() that swallows the error, and print it there"
-    return _error(ranks, event, summary, look, _SKIP_IF_ANY)
-
-
-def find_interrupted(evidence: Evidence) -> Finding | None:
-    """Find the one rank that KeyboardInterrupt ended, before any other failure."""
-    ranks = evidence.dumps.ranks
-    found = [(r, e) for r, d in ranks.items() for e in d.events if e.type == "KeyboardInterrupt"]
-    if len({rank for rank, _ in found}) != 1 or len(evidence.dumps.world) == 1:
-        return None  # Ctrl-C reaches all ranks
-    rank, event = found[-1]
-    if not was_interrupted(event) or event.time > min(map(evidence.fails_at, ranks)):
-        return None
-    summary = f"{evidence.on_host([rank])} was interrupted by SIGINT{at_line(event.lines)}, "
-    summary += "and no other rank was"
-    remedies = ("find out what sent SIGINT: Ctrl-C in its terminal, or `kill -INT`",)
-    place = place_of(event.lines)
-    return Finding(Kind.ERROR, (rank,), summary, remedies, places=place, time=event.time)
+    return replace(_error(ranks, event, summary, look, _SKIP_IF_ANY), confidence=LIKELY)
 
 
 def find_not_finite(evidence: Evidence) -> Finding | None:

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ NEVER = 1 << 63
 CERTAIN, LIKELY, UNCLEAR = "certain", "likely", "unclear"
 OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
 """Calls that end once all ranks have made them, and that may be missing from the records."""
+TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barrier"}
+"""Collectives that end on all ranks at about the same time, since no rank can finish early."""
 
 _BEATS_NS = 700_000_000  # a living process has written a beat in this time, on a busy machine
 _SECONDARY = {"CollectiveTimeoutError", "PeerFailedError", "PeerLostError", "BrokenGroupError"}
@@ -29,6 +32,9 @@ _SECONDARY |= {"DistBackendError", "DistNetworkError", "DistStoreError", "Checke
 _SECONDARY |= {"KeyboardInterrupt", "SIGTERMException"}
 _SECONDARY |= {"MismatchError"}  # the recorded calls show more
 """Errors caused by other ranks' failures."""
+_TOLD = {"BrokenGroupError", "CheckedMismatchError", "MismatchError", "PeerFailedError"}
+_TOLD |= {"PeerLostError"}
+"""Errors among them that end a wait before its time is up."""
 _OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods that end an earlier call, which may be a message."""
 _MESSAGES = {"recv", "irecv", "send", "isend", "batch_isend_irecv"}
@@ -39,6 +45,8 @@ _STANDARD = ("/lib/python3", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
 _LIBRARIES = ("/site-packages/", "/torch/", "/gradwire/", "/lib/python3", "<frozen", "/bin/")
 _MAX_BYTES = 1 << 22  # limit on source files to parse
+_MOST_PARTS = 6
+_SECONDS_FROM_NS = 100_000_000
 
 
 # -- findings ------------------------------------------------------------------------------------
@@ -102,12 +110,14 @@ class Verdict:
         world_size: Number of ranks.
         dumps: Ranks whose dumps were read.
         notes: Limits of the verdict.
+        processes: Process ID and host of each rank, in words.
     """
 
     findings: Sequence[Finding]
     world_size: int
     dumps: Sequence[int]
     notes: Sequence[str] = field(default=())
+    processes: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -124,13 +134,32 @@ class Verdict:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Describe ranks: "rank 1", "ranks 0 and 2", "ranks 0 to 6"."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) > 3 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+    """Describe ranks: "rank 1", "ranks 0 and 2", "ranks 0 to 6 and 8"."""
+    parts: list[str] = []
+    for _, numbered in groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0]):
+        run = [rank for _, rank in numbered]
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 3 else map(str, run)
+    parts = [*parts[:_MOST_PARTS], "others"] if len(parts) > _MOST_PARTS + 1 else parts
+    shown = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def were(ranks: Sequence[int]) -> str:
+    """Describe ranks, with the verb: "rank 1 was"."""
+    return f"{list_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
+
+
+def by_ranks(texts: Mapping[int, str]) -> list[str]:
+    """Describe what ranks did, those of equal texts together: "ranks 0 to 6: …"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return [f"{list_ranks(of)}: {text}" for text, of in ranks.items()]
+
+
+def for_how_long(ns: float) -> str:
+    """Describe a duration: "5.0 s", "40 ms"."""
+    return f"{ns / 1e9:.1f} s" if ns >= _SECONDS_FROM_NS else f"{ns / 1e6:.0f} ms"
 
 
 def name_line(frame: Frame) -> str:
@@ -182,26 +211,36 @@ def is_users(frame: Frame) -> bool:
 
 
 def swallowing_handler(place: str) -> int | None:
-    """Return the line of an `except` without `raise` that would catch an error in a line."""
+    """Return the line of an `except` without `raise` that would skip a line after an error."""
     found = None
     for node, line in _nodes(place):  # breadth-first: the innermost comes last
-        if isinstance(node, ast.Try) and _contains(node.body, line):
-            for handler in node.handlers:
-                if not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler)):
+        tries = [node] if isinstance(node, ast.Try) and _contains(node.body, line) else []
+        if isinstance(node, ast.For | ast.While) and _contains(node.body, line):
+            tries = [each for each in node.body if isinstance(each, ast.Try) and each.lineno < line]
+        for each in tries:
+            for handler in each.handlers:
+                inner = {type(statement) for statement in ast.walk(handler)}
+                leaves = each is node or not inner.isdisjoint((ast.Continue, ast.Break, ast.Return))
+                if ast.Raise not in inner and leaves:
                     found = handler.lineno
     return found
 
 
-def is_conditional(place: str) -> bool:
-    """Return True if a line is in a loop, or under a condition in a function."""
+def iterates_over_set(place: str) -> bool:
+    """Return True if a line is in a loop over a set."""
+    loops, sets = list[ast.expr](), set[str]()
     for node, line in _nodes(place):
-        if isinstance(node, ast.For | ast.While | ast.AsyncFor) and _contains(node.body, line):
-            return True
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _contains(node.body, line):
-            branches = (each for each in ast.walk(node) if isinstance(each, ast.If))
-            if any(_contains([each], line) for each in branches):
-                return True
-    return False
+        if isinstance(node, ast.Assign) and _is_set(node.value):
+            sets |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.For) and _contains(node.body, line):
+            loops.append(node.iter)
+    return any(_is_set(it) or (isinstance(it, ast.Name) and it.id in sets) for it in loops)
+
+
+def _is_set(node: ast.expr) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    made = isinstance(called, ast.Name) and called.id in ("set", "frozenset")
+    return made or isinstance(node, ast.Set | ast.SetComp)
 
 
 def _nodes(place: str) -> Iterator[tuple[ast.AST, int]]:
@@ -275,12 +314,88 @@ class Standing:
 
 
 class Evidence:
-    """Facts of dumps; the last call of a rank that failed in it counts as running."""
+    """Facts of dumps, as they were when the first rank gave up waiting, if one has.
 
-    def __init__(self, dumps: Dumps) -> None:
-        self.dumps = dumps
+    What ranks did after that is a consequence: a lock that the rank held is released, a rank that
+    was late arrives in a call that the others have left. The last call of a rank that failed in it
+    counts as running.
+    """
+
+    def __init__(self, dumps: Dumps, *, live: bool = False) -> None:
+        self.dumps, self.live = dumps, live
+        self.gave_up = NEVER
+        # time when a rank's wait for the others was over, if that was the first failure
+        self.gave_up = self._first_timeout()
+        # times of calls that ranks made only then, by rank, group and number
+        self.arrivals = {
+            (rank, group, call.number): call.created
+            for rank, dump in dumps.ranks.items()
+            for group, calls in dump.calls.items()
+            for call in calls
+            if call.created > self.gave_up
+        }
+        self._came_after: dict[str, int] = {}
+        for _, group, number in self.arrivals:
+            self._came_after[group] = min(number, self._came_after.get(group, NEVER))
+        for rank, dump in dumps.ranks.items():
+            self._return_to_that_time(rank, dump)
         for rank, dump in dumps.ranks.items():
             self._reopen_last(rank, dump)
+
+    def _first_timeout(self) -> int:
+        dumps = self.dumps
+        events = [(e.time, r, e) for r, dump in dumps.ranks.items() for e in dump.events]
+        if len(self.interrupted) > 1:  # by Ctrl-C, which ends waits and everything else at once
+            events = [each for each in events if not was_interrupted(each[2])]
+        if not events or not dumps.same_clock(dumps.ranks):
+            return NEVER
+        when, rank, event = min(events, key=lambda each: each[0])
+        over = min(map(self.ends_at, dumps.world)) < when  # its end has ended the wait
+        return when if not over and self._waited_long(rank, event) else NEVER
+
+    def _waited_long(self, rank: int, event: ErrorRecord) -> bool:
+        """Return True if a call that waits for others had lasted for long when it failed."""
+        types = {event.type, *event.chain}
+        if types & _TOLD or (event.raised and not types & _SECONDARY) or was_interrupted(event):
+            return False
+        if "CollectiveTimeoutError" in types:
+            return True
+        lines = {f"{line['filename']}:{line['line']}" for line in event.lines}
+        calls = [c for of in self.dumps.ranks[rank].calls.values() for c in of]
+        before = [c for c in calls if c.created < event.time and c.place in lines]
+        last = max(before, key=_created, default=None)
+        if not event.waited and not types & _SECONDARY:  # from backward, of an operator or Gloo
+            dumps = self.dumps.ranks.values()
+            if last is None or all(self._made(dump, last, event.time) for dump in dumps):
+                return False
+        began = last.created if last is not None else event.since
+        return bool(began) and event.time - began > LONG_NS
+
+    def _made(self, dump: RankDump, like: Call, before: int) -> bool:
+        calls = dump.calls.get(like.group, ())
+        return any(
+            c.number == like.number and c.op == like.op and c.created < before for c in calls
+        )
+
+    def _return_to_that_time(self, rank: int, dump: RankDump) -> None:
+        """Undo what a rank did after `gave_up`."""
+        asked = dump.reason == "request"
+        moments = [m for m in dump.moments if self.gave_up <= m.time < NEVER]
+        moment = moments[0] if moments else dump.moments[-1] if dump.moments and asked else None
+        if moment is not None:
+            dump.stack, dump.kernel = moment.stack, moment.kernel
+        elif self.gave_up < NEVER and dump.events and was_interrupted(dump.events[-1]):
+            dump.stack = list[Frame](dump.events[-1].lines)
+        elif self.gave_up < self.fails_at(rank):
+            dump.stack = self.dumps.stacks.get(rank, [])  # it may have gone on since
+        for group, calls in dump.calls.items():
+            dump.calls[group] = [
+                replace(call, done=False)
+                if call.ended > self.gave_up or call.number >= self._came_after.get(group, NEVER)
+                else call
+                for call in calls
+                if call.created <= self.gave_up
+            ]
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -300,7 +415,7 @@ class Evidence:
                 break
         else:
             return
-        for other, theirs in self.dumps.ranks.items():
+        for other, theirs in self.dumps.ranks.items() if last.op in TOGETHER else ():
             of = theirs.calls.get(last.group, [])
             if other != rank and of and of[-1].number > last.number:
                 same = [each for each in of if each.number == last.number]
@@ -318,25 +433,30 @@ class Evidence:
         }
 
     def _is_primary(self, rank: int, event: ErrorRecord) -> bool:
-        if not _SECONDARY.isdisjoint((event.type, *event.chain)):
+        types = {event.type, *event.chain}
+        if event.time > self.gave_up:
             return False
-        if self._failed_alike and event is self.dumps.ranks[rank].events[0]:
-            return True
+        if event.type == "KeyboardInterrupt":
+            return was_interrupted(event) and self.interrupted == [rank]
+        if types & _SECONDARY or event.kind == "thread":
+            return False
         if self._follows_a_wait(rank, event):
             return False
-        if event.own or event.raised or "RuntimeError" not in (event.type, *event.chain):
+        if event.own or event.raised or "RuntimeError" not in types:
             return not event.waited
         # Gloo raises plain RuntimeErrors in C++, as operators, argument checks, and the comparison
         # of models do: it is none of Gloo's if nothing had happened that Gloo would report
-        if event.waited and (self.dumps.ranks[rank].pending or event.call in _UNRECORDED):
+        known = event.since and event.time - event.since < LONG_NS  # its time was not up
+        if event.waited and (
+            self.dumps.ranks[rank].pending or (event.call in _UNRECORDED and not known)
+        ):
             return False
         return not self._is_explained(rank, event)
 
     def _is_explained(self, rank: int, event: ErrorRecord) -> bool:
         """Return True if another rank failed or ended before, or if this one waited for long."""
-        for call in self.dumps.ranks[rank].pending:
-            if event.time - call.created > LONG_NS:
-                return True
+        if self._waited_long(rank, event):
+            return True
         for other in self.dumps.world:
             seen = self.dumps.ranks.get(other)
             if other == rank:
@@ -348,21 +468,6 @@ class Evidence:
             if min(self.fails_at(other), self.ends_at(other)) <= event.time:
                 return True
         return False
-
-    @cached_property
-    def _failed_alike(self) -> bool:
-        """True if C++ code raised on all ranks in one line, as when it compares their models."""
-        ranks = self.dumps.ranks.values()
-        firsts = [dump.events[0] for dump in ranks if dump.events]
-        alike = {(e.type, e.call, e.waited, str(e.lines[:1])) for e in firsts}
-        if len(firsts) < max(2, len(self.dumps.world)) or len(alike) > 1:
-            return False
-        when = min(event.time for event in firsts)
-        late = max(event.time for event in firsts) - when > LONG_NS
-        waited = any(when - call.created > LONG_NS for dump in ranks for call in dump.pending)
-        ended = any(self.ends_at(rank) < when for rank in self.dumps.world)
-        of_a_wait = firsts[0].waited and not firsts[0].call and firsts[0].type == "RuntimeError"
-        return of_a_wait and not (late or waited or ended)
 
     def _follows_a_wait(self, rank: int, event: ErrorRecord) -> bool:
         """Return True if a rank raised an error after waiting in vain for missing ranks."""
@@ -377,6 +482,13 @@ class Evidence:
                 return True
         return False
 
+    @cached_property
+    def interrupted(self) -> list[int]:
+        """Ranks that KeyboardInterrupt ended; Ctrl-C reaches all ranks."""
+        ranks = self.dumps.ranks.items()
+        found = [r for r, d in ranks if any(e.type == "KeyboardInterrupt" for e in d.events)]
+        return found if len(self.dumps.world) > 1 else []
+
     def fails_at(self, rank: int) -> int:
         """Return the time of a rank's first error; the end of time if it had none."""
         dump = self.dumps.ranks.get(rank)
@@ -389,32 +501,59 @@ class Evidence:
 
     def consequences(self, culprits: Sequence[int]) -> list[str]:
         """Describe the consequences on other ranks."""
-        lines = []
-        for rank, dump in sorted(self.dumps.ranks.items()):
+        texts = {}
+        for rank, dump in self.dumps.ranks.items():
             pending = dump.pending
             if rank not in culprits and pending:
-                lines.append(f"rank {rank} waited in the {name_call(pending[0])}")
+                texts[rank] = f"waited in the {name_call(pending[0])}"
             elif rank not in culprits and dump.events:
-                lines.append(f"rank {rank} got {dump.events[0].type}: {dump.events[0].text(120)}")
-        return lines[:6] + ([f"… and {len(lines) - 6} more ranks"] if lines[6:] else [])
+                texts[rank] = f"got {self.last_error(rank)}"
+        return by_ranks(texts)
+
+    def first_other_line(self, ranks: Sequence[int]) -> tuple[Call, Call] | None:
+        """Return the first collective that ranks called in another line, and the others' call."""
+        # Lines that occurred together before are no evidence, such as those of a root and of the
+        # other ranks.
+        for group in self.dumps.groups:
+            common, mixed = set[str](), set[str]()
+            for calls in self.dumps.calls(group).values():
+                mine = [calls[rank] for rank in ranks if rank in calls]
+                theirs = [call for rank, call in calls.items() if rank not in ranks]
+                places = {call.place for call in theirs}
+                if len(calls) == len(self.dumps.groups[group]) and mine and theirs:
+                    if mine[0].place in places:
+                        common |= places
+                    elif len(places) == 1 and places <= common and mine[0].place not in mixed:
+                        return mine[0], theirs[0]
+                    mixed |= places | {mine[0].place} if mine[0].place not in places else set()
+        return None
 
     # -- processes -------------------------------------------------------------------------------
 
     @cached_property
     def states(self) -> dict[int, str]:
         """Newest state of each process, as others have recorded it."""
-        states: dict[int, str] = {}
+        seen: dict[int, tuple[int, str]] = {}
         for dump in sorted(self.dumps.ranks.values(), key=lambda dump: dump.taken_ns):
-            states |= dump.peers
+            seen |= {rank: (dump.taken_ns, state) for rank, state in dump.peers.items()}
         for rank, found in self.dumps.kernel.items():
             if str(found.get("state", "")).startswith("stopped"):
-                states[rank] = str(found["state"])
-        return states
+                seen[rank] = int(found["time"]), str(found["state"])
+        # a process that has written something since was continued
+        return {
+            rank: state
+            for rank, (when, state) in seen.items()
+            if not (state.startswith("stopped") and self._last_written(rank) > when)
+        }
 
     def ended(self, rank: int) -> bool:
         """Return True if a rank's process wrote its dump at its end."""
         dump = self.dumps.ranks.get(rank)
         return dump is not None and dump.reason == "exit"
+
+    def had_ended(self, rank: int) -> bool:
+        """Return True if it had ended when another rank gave up waiting; nobody had, by itself."""
+        return self.ended(rank) and self.gave_up == NEVER
 
     def is_over(self, rank: int) -> bool:
         """Return True if a rank's process is known to have ended."""
@@ -432,9 +571,12 @@ class Evidence:
 
     def last_seen(self, rank: int) -> int:
         """Return the last time when a process was seen alive: a killed one has ended after it."""
-        trace, dump = self.trace(rank), self.dumps.ranks.get(rank)
         seen = [other.peers_alive_ns.get(rank, 0) for other in self.dumps.ranks.values()]
-        return max([trace.beat if trace else 0, dump.taken_ns if dump else 0, *seen])
+        return max([self._last_written(rank), *seen])
+
+    def _last_written(self, rank: int) -> int:
+        trace, dump = self.trace(rank), self.dumps.ranks.get(rank)
+        return max(trace.beat if trace else 0, dump.taken_ns if dump else 0)
 
     def trace(self, rank: int) -> Trace | None:
         """Return a rank's ring file, if it is of the process that wrote the dump."""
@@ -461,13 +603,6 @@ class Evidence:
         beats = [other.beat for other in others if other is not None]
         newest = max([*beats, *(dump.taken_ns for dump in self.dumps.ranks.values())])
         return newest - trace.beat > _BEATS_NS
-
-    def on_host(self, ranks: Sequence[int]) -> str:
-        """Describe ranks, with their hosts if the dumps are of several: "rank 3 on node-2"."""
-        dumps = self.dumps.ranks
-        own = sorted({dumps[rank].host for rank in ranks if rank in dumps})
-        several = len({dump.host for dump in dumps.values() if dump.host}) > 1
-        return list_ranks(ranks) + (f" on {', '.join(own)}" if several and own else "")
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -513,16 +648,16 @@ class Evidence:
             at = f" at {name_line(last['line'])}" if last["line"] else ""
             open_ = "" if last["end"] else ", which had not ended"
             what = f"{last['op']} (number {last['number']})"
-            return f"rank {rank}: its last call was {what}{at}{open_}"
+            return f"its last call was {what}{at}{open_}"
         if dump is None and trace is not None and trace.counts:
-            counts = ", ".join(f"{n} on group {name}" for name, n in sorted(trace.counts.items()))
-            return f"rank {rank}: it had made at least {counts} calls"
+            counts = ", ".join(f"{n} in group {name}" for name, n in sorted(trace.counts.items()))
+            return f"it had made at least so many calls: {counts}"
         if dump is None:
-            return f"rank {rank}: no dump"
+            return "it left no dump"
         calls = [c for g, of in dump.calls.items() if group in (None, g) for c in of]
         if not calls:
-            return f"rank {rank}: it called nothing" + (f" on group {group}" if group else "")
-        return f"rank {rank}: its last call was the {name_call(max(calls, key=_created))}"
+            return "it had made no call" + (f" in group {group}" if group else "")
+        return f"its last call was the {name_call(max(calls, key=_created))}"
 
     def standing(self, rank: int) -> Standing | None:
         """Return the call in which a rank waits for others; None if none, or if it is unknown."""
@@ -532,16 +667,22 @@ class Evidence:
         if dump.pending:
             call = dump.pending[0]
             return Standing(call.op, call.place, f"in the {name_call(call)}")
-        for of, message in self.dumps.messages:
-            if of == rank and message["state"] != "completed" and message["op"] == "recv":
-                peer = message["peer"]
-                words = f"for a message from rank {peer} at {name_line(message['frame'])}"
-                return replace(Standing.at("recv", message["frame"]), words=words, peer=peer)
-        if dump.events and dump.events[-1] not in self.primary[rank]:
-            event = dump.events[-1]  # it waited in this call when its last error was raised
-            if event.lines and not was_interrupted(event):
+        for message in dump.messages:
+            op, peer, at = message["op"], message["peer"], name_line(message["frame"])
+            if message["state"] != "completed":
+                words = f"for a message from rank {peer} at {at}" if op == "recv" else ""
+                words = words or f"for rank {peer} to receive a message at {at}"
+                return replace(Standing.at(op, message["frame"]), words=words, peer=peer)
+        # it waited in this call when its last error was raised
+        for event in dump.events[-1:]:
+            came = [at for (of, *_), at in self.arrivals.items() if of == rank and at < event.time]
+            then = max(came, default=event.since or event.time - LONG_NS) <= self.gave_up
+            wait = not event.raised or not _SECONDARY.isdisjoint((event.type, *event.chain))
+            if then and wait and event not in self.primary[rank] and event.lines:
+                if was_interrupted(event) or event.kind == "thread":
+                    break
                 return Standing.at("" if event.call in _OF_HANDLES else event.call, event.lines[0])
-        return None if dump.reason == "exit" else _stands_in(dump.stack)
+        return None if self.had_ended(rank) else _stands_in(dump.stack)
 
     @cached_property
     def standings(self) -> dict[int, Standing | None]:
@@ -550,12 +691,10 @@ class Evidence:
 
     def is_victim(self, rank: int) -> bool:
         """Return True if another rank's failure explains all errors of a rank."""
-        if not self.dumps.ranks[rank].events or self.primary[rank]:
-            return False
-        interrupted = [
-            r for r, d in self.dumps.ranks.items() if d.events and was_interrupted(d.events[-1])
-        ]
-        return interrupted != [rank]  # an interrupt of all ranks hits them anywhere
+        late = self.fails_at(rank) > self.gave_up
+        late |= self.gave_up < NEVER and rank in self.interrupted
+        failed = any(event.kind != "thread" for event in self.dumps.ranks[rank].events)
+        return failed and not self.primary[rank] and not late
 
     def makes_progress(self) -> bool:
         """Return True if no rank has failed or ended, or has waited for more than a second."""
@@ -565,15 +704,15 @@ class Evidence:
         if any(dump.events for dump in dumps.ranks.values()):
             return False
         waits = [d.taken_ns - call.created for d in dumps.ranks.values() for call in d.pending]
-        started = any(dump.calls for dump in dumps.ranks.values())
-        return started and max(waits, default=0) < LONG_NS
+        waits += [d.taken_ns - d.since_ns for d in dumps.ranks.values() if _stands_in(d.stack)]
+        return bool(dumps.ranks) and max(waits, default=0) < LONG_NS
 
 
 def waits_for_others(stack: Sequence[Frame]) -> bool:
     """Return True if the innermost code of a stack communicates."""
     for frame in stack:
         filename = str(frame["filename"])
-        if is_users(frame):
+        if is_users(frame) or frame["name"] == "<module>":  # an import
             return False
         if "/site-packages/" in filename or not any(part in filename for part in _STANDARD):
             return any(part in filename for part in _COMMUNICATION)

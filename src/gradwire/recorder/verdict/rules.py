@@ -1,117 +1,115 @@
-"""Rules of the verdict: what each finds, what excludes it, and how sure it is.
+"""Rules of the verdict: what each finds, and how sure it is.
 
-The order of the table has no meaning. A rule that is not excluded yields findings, each with the
-time when its ranks departed from what the others did. Among the findings of causes, the oldest is
-the verdict. Findings about ranks that merely did not come are considered if there is no cause.
+Each rule of `CAUSES` yields at most one finding, with the time when its ranks departed from what
+the others did. The verdict is the surest, and of these the oldest; a finding that is not certain
+may be a consequence of one that is. If there is no cause, ranks wait: then the first rule of
+`WAITS` that finds something is the verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from gradwire.recorder.verdict import ends, errors, waits
 from gradwire.recorder.verdict.evidence import (
     CERTAIN,
     LIKELY,
+    NEVER,
     OF_WHOLE_GROUPS,
     UNCLEAR,
     Evidence,
     Finding,
     Kind,
     at_line,
+    by_ranks,
     list_ranks,
+    name_line,
     place_of,
+    swallowing_handler,
     unique,
+    were,
 )
 
+_Find = Callable[[Evidence], Finding | None]
 
-@dataclass(frozen=True)
-class Rule:
-    """Rule of the verdict."""
+# each function's docstring says what evidence it needs; its finding is certain, unless it says so
+CAUSES: dict[str, _Find] = {
+    "error": errors.find_error,
+    "not finite": errors.find_not_finite,
+    "mismatch": errors.find_mismatch,
+    "end": ends.find_end,
+    "stopped": ends.find_stopped,
+    "start": ends.find_start,
+}
+WAITS: dict[str, _Find] = {
+    "deadlock": waits.find_deadlock,
+    "another wait": waits.find_elsewhere,
+    "missing": waits.find_missing,
+}
 
-    # shown as `rule` in JSON
-    name: str
-    # returns its finding; its docstring says what evidence it needs
-    find: Callable[[Evidence], Finding | None]
-    # of the finding, unless it has its own or names no rank
-    confidence: str
-    # names of rules whose findings exclude it
-    unless: tuple[str, ...] = ()
-
-
-_ENDS = ("crash", "signal", "exit")
-_FAILURES = ("error", "other call", *_ENDS, "stopped", "gone")
-_STARTED = ("same rank", "other address", "error", *_ENDS)
-_MISSING = ("another wait", "missing")
-
-CAUSES = (
-    Rule("error", errors.find_error, CERTAIN),
-    Rule("interrupted", errors.find_interrupted, CERTAIN),
-    Rule("reported", errors.find_reported, LIKELY, (*_FAILURES, "other value")),
-    Rule("not finite", errors.find_not_finite, CERTAIN),
-    Rule("other call", errors.find_mismatch, CERTAIN),
-    Rule("other value", errors.find_disagreement, CERTAIN, ("other call",)),
-    Rule("crash", ends.find_crash, CERTAIN),
-    Rule("abort", ends.find_aborted, UNCLEAR, ("crash", "other call", "other value")),
-    Rule("signal", ends.find_killed, CERTAIN),
-    Rule("stopped", ends.find_stopped, CERTAIN),
-    Rule("exit", ends.find_exit, CERTAIN, ("other call",)),
-    Rule("gone", ends.find_gone, LIKELY, ("error", "other call", *_ENDS, "stopped")),
-    Rule("left", ends.find_left, LIKELY, (*_FAILURES, "other value")),
-    Rule("same rank", ends.find_same_rank, CERTAIN),
-    Rule("other address", ends.find_other_values, CERTAIN, ("same rank",)),
-    Rule("never started", ends.find_never_started, LIKELY, _STARTED),
-    Rule("store", ends.find_store_gone, LIKELY, ("error", *_ENDS)),
-    Rule("deadlock", waits.find_deadlock, CERTAIN, (*_FAILURES, "interrupted")),
-)
-ABSENCES = (
-    Rule("another wait", waits.find_elsewhere, LIKELY, ("deadlock",)),
-    Rule("missing", waits.find_missing, LIKELY, ("another wait", "deadlock")),
-    Rule("not in a group's call", waits.find_not_in_group_call, LIKELY, _MISSING),
-    Rule("late", waits.find_late, LIKELY, (*_MISSING, "not in a group's call")),
-)
-
-_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.START)
+_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.NOTHING, Kind.START)
 """Kinds that are a verdict without naming a rank."""
-_SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE, Kind.STOPPED)
+_SURENESS = [CERTAIN, LIKELY, UNCLEAR]
+_SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.SKIPPED, Kind.STOPPED)
 """Kinds whose consequences on the other ranks are told."""
+_LEFT_OUT = (Kind.FINISHED, Kind.MISSING, Kind.MISMATCH, Kind.SKIPPED)
+"""Kinds that a swallowed error, or another line before, may explain."""
 
 
 def find_failures(evidence: Evidence) -> list[Finding]:
     """Return the findings about a failure, the cause first; empty if nothing failed."""
-    found = {rule.name: rule.find(evidence) for rule in (*CAUSES, *ABSENCES)}
-
-    def kept(rules: Sequence[Rule]) -> list[Finding]:
-        return [
-            replace(
-                f,
-                ranks=tuple(f.ranks),
-                rule=rule.name,
-                confidence=f.confidence or (rule.confidence if f.ranks else UNCLEAR),
-            )
-            for rule in rules
-            if (f := found[rule.name]) and not any(found[name] for name in rule.unless)
-        ]
-
-    causes = sorted(kept(CAUSES), key=lambda finding: finding.time)
+    causes = _apply(CAUSES, evidence)
+    causes.sort(key=lambda finding: (_SURENESS.index(finding.confidence), finding.time))
+    if causes and causes[0].confidence == CERTAIN:
+        causes = [finding for finding in causes if finding.confidence == CERTAIN]
     if causes and not causes[0].ranks and causes[0].kind == Kind.MISMATCH:
         # of two ranks that differ, one may say which of its parameters it left out
         causes.sort(key=lambda finding: not (finding.kind == Kind.ERROR and finding.parameters))
-    causes = [
-        replace(f, details=(*f.details, *evidence.consequences(f.ranks)))
-        if f.ranks and f.kind in _SPREADS
-        else f
-        for f in causes
+    found = causes or _apply(WAITS, evidence)[:1]
+    if not any(finding.ranks or finding.kind in _SAYS for finding in found[:1]):
+        unclear = _find_unclear(evidence)
+        found += [unclear] if unclear else []
+    return [_with_circumstances(found[0], evidence), *found[1:]] if found else []
+
+
+def _apply(rules: Mapping[str, _Find], evidence: Evidence) -> list[Finding]:
+    return [
+        replace(
+            finding,
+            ranks=tuple(finding.ranks),
+            rule=name,
+            confidence=finding.confidence or (CERTAIN if finding.ranks else UNCLEAR),
+        )
+        for name, find in rules.items()
+        if (finding := find(evidence))
     ]
-    named = {rank for finding in causes for rank in finding.ranks}
-    late = ("late", "not in a group's call") if causes else ()
-    absent = [f for f in kept(ABSENCES) if f.rule not in late and named.isdisjoint(f.ranks)]
-    known = [*causes, *absent]
-    if any(finding.ranks or finding.kind in _SAYS for finding in known):
-        return known
-    unclear = _find_unclear(evidence)
-    return [*known, unclear] if unclear else known
+
+
+def _with_circumstances(finding: Finding, evidence: Evidence) -> Finding:
+    """Add what happened to the others, where the ranks first differed, and swallowed errors."""
+    details, places, remedies = [*finding.details], [*finding.places], finding.remedies
+    if finding.ranks and finding.kind in _SPREADS:
+        details += evidence.consequences(() if finding.kind == Kind.SKIPPED else finding.ranks)
+    if finding.ranks and finding.kind in _LEFT_OUT:
+        found = evidence.first_other_line(finding.ranks)
+        if found is not None and found[0].place not in places:
+            mine, theirs = found
+            text = f"already in {mine.op} number {mine.number}, {were(finding.ranks)} at "
+            text += f"{name_line(mine.frame)}, and the others were at {name_line(theirs.frame)}"
+            details.insert(0, text)
+            places = [mine.place, theirs.place, *places]
+        handler = swallowing_handler(finding.places[-1]) if finding.places[1:] else None
+        if handler is not None and finding.kind != Kind.MISSING:
+            file, _, line = finding.places[-1].rpartition(":")
+            details.insert(
+                0, f"the `except` in line {handler} may swallow an error and skip {line}"
+            )
+            text = (
+                f"print the error in the `except` in line {handler} of {file}, and raise it again"
+            )
+            remedies = (text, *remedies)[:3]
+    return replace(finding, details=details, places=unique(places), remedies=remedies)
 
 
 def _find_unclear(evidence: Evidence) -> Finding | None:
@@ -122,18 +120,27 @@ def _find_unclear(evidence: Evidence) -> Finding | None:
     codes = any(exit_.code for exit_ in dumps.exits.values())
     if not (failed or stuck or codes or evidence.gaps):
         return None
-    what = f"{list_ranks(failed)} failed" if failed else "the ranks are stuck"
+    if failed and {*failed} == {*evidence.interrupted}:
+        text = "the program was interrupted, and no rank had failed or waited for another for long"
+        where = _where_all_were(evidence, failed)
+        return Finding(Kind.NOTHING, (), text, (), where, rule="unclear", confidence=LIKELY)
+    what = f"{list_ranks(failed)} failed" if failed else "the ranks wait for each other"
     summary = f"{what}, and the recorded data does not show which rank caused it"
     last = [dumps.ranks[rank].events[-1] for rank in failed]
     compared = bool(last) and all(event.type == "MismatchError" for event in last)
+    # C++ code of torch raises a plain error on all ranks in one line when it compares their models
+    alike = {(event.type, event.call, str(event.lines[:1])) for event in last}
+    if len(failed) == len(dumps.world) > 1 and evidence.gave_up == NEVER and len(alike) == 1:
+        compared |= not last[0].call
+    remedies = ["look at the first error in the ranks' logs"]
+    last_calls = [of[-1] for dump in dumps.ranks.values() for of in dump.calls.values()]
+    if any(call.done and not call.ended for call in last_calls):
+        remedies.append("run it again on shm, which records where each call begins and ends")
     return Finding(
         Kind.MISMATCH if compared else Kind.UNCLEAR,
         (),
         last[0].text() if compared else summary,
-        (
-            "look at the first error in the ranks' logs",
-            "run it again on shm, which records where each call begins and ends",
-        ),
+        remedies,
         _where_all_were(evidence, failed),
         unique([place for event in last for place in place_of(event.lines)][:3]),
         rule="unclear",
@@ -142,15 +149,16 @@ def _find_unclear(evidence: Evidence) -> Finding | None:
 
 
 def _where_all_were(evidence: Evidence, failed: Sequence[int]) -> list[str]:
-    dumps = evidence.dumps
-    details = [f"rank {rank}: {evidence.last_error(rank)}" for rank in failed]
-    for rank in sorted({*dumps.world} - {*failed}):
+    dumps, texts = evidence.dumps, dict[int, str]()
+    for rank in dumps.world:
         at = evidence.standing(rank)
         where = at_line(dumps.ranks[rank].stack) if rank in dumps.ranks else ""
-        if at is not None:
-            details.append(f"rank {rank} waited {at.words}")
+        if rank in failed:
+            texts[rank] = evidence.last_error(rank)
+        elif at is not None:
+            texts[rank] = f"waited {at.words}"
         elif where and not evidence.ended(rank):
-            details.append(f"rank {rank} was{where}")
+            texts[rank] = f"was{where}"
         else:
-            details.append(evidence.last_call(rank))
-    return details[:8] + ([f"… and {len(details) - 8} more"] if details[8:] else [])
+            texts[rank] = evidence.last_call(rank)
+    return by_ranks(texts)

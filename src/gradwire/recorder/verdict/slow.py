@@ -7,14 +7,20 @@ from dataclasses import replace
 from statistics import median
 
 from gradwire.recorder.verdict.dumps import Call, Dumps, RankDump
-from gradwire.recorder.verdict.evidence import LIKELY, Finding, Kind, list_ranks, name_line
+from gradwire.recorder.verdict.evidence import (
+    LIKELY,
+    TOGETHER,
+    Finding,
+    Kind,
+    for_how_long,
+    list_ranks,
+    name_line,
+)
 
 _SHARE = 0.05  # fraction of the time that the dumps cover
 _LEAST_NS = 500_000_000  # less may be the machine's own noise
 _MOSTLY = 0.6  # fraction of all lateness, or of one rank's
 _CALLS = 3
-_TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barrier"}
-"""Collectives that end on all ranks at about the same time, since no rank can finish early."""
 
 
 def find_slow(dumps: Dumps) -> list[Finding]:
@@ -39,7 +45,7 @@ def _aligned(calls: dict[int, Call]) -> dict[int, Call]:
     """Shift a collective's times to the first rank's clock: it ends at one time everywhere."""
     first, moved = next(iter(calls.values())), {}
     # none if an end is unknown, or if ends differ between ranks, such as those of a broadcast
-    if first.op not in _TOGETHER or not all(call.ended for call in calls.values()):
+    if first.op not in TOGETHER or not all(call.ended for call in calls.values()):
         return {}
     for rank, call in calls.items():
         by = first.ended - call.ended
@@ -65,17 +71,17 @@ def _late(
     line = f"the {call.op} at {name_line(call.frame)}"
     how = f"was slow: it was last in {len(times)} of {len(complete)} collectives"
     if worst > _MOSTLY * total:
-        how = f"was late once, by {worst / 1e9:.3g} s, before {line}"
+        how = f"was late once, by {for_how_long(worst)}, before {line}"
     cause, remedies = _why_late(dumps.ranks[rank], call, worst, total)
     finding = Finding(
         Kind.SLOW_RANK,
         (rank,),
-        f"rank {rank} {how}, and the others waited {total / 1e9:.3g} s for it, "
+        f"rank {rank} {how}, and the others waited {for_how_long(total)} for it, "
         f"{min(1, total / covered):.0%} of the time{cause}",
         remedies,
         (
-            f"by {median(t for t, _ in times) / 1e6:.3g} ms each (median), {worst / 1e6:.3g} ms at "
-            f"most, before {line}",
+            f"by {for_how_long(median(t for t, _ in times))} each (median), {for_how_long(worst)} "
+            f"at most, before {line}",
         ),
         (call.place,),
         rule="slow rank",
@@ -93,14 +99,14 @@ def _why_late(dump: RankDump, call: Call, worst: int, total: int) -> tuple[str, 
         if begin < call.created and end > call.created - worst
     ]
     if collected > total / 2:
-        text = f"; garbage collection took {collected / 1e9:.3g} s in its process"
+        text = f"; garbage collection took {for_how_long(collected)} in its process"
         return text, (
             "freeze long-lived objects: call gc.freeze() before the loop",
             "or collect between steps on all ranks: gc.disable(), then gc.collect() every n steps",
         )
     if silent:
         longest, cpu = max(silent)
-        text = f"; no Python ran in its process for {longest / 1e9:.3g} s, "
+        text = f"; no Python ran in its process for {for_how_long(longest)}, "
         if cpu > longest / 2:
             return text + "while C code held the GIL and computed", (
                 "see what extension it calls before that line, which does not release the GIL",
@@ -150,8 +156,8 @@ def _slow_transfer(
     finding = Finding(
         Kind.SLOW_TRANSFER,
         tuple(ranks),
-        f"the transfers{whose} were slow: {total / 1e9:.3g} s, {total / covered:.0%} of the time, "
-        f"after all ranks had arrived, at {min(rates.values()) / 1e6:.3g} MB/s",
+        f"the transfers{whose} were slow: {for_how_long(total)}, {total / covered:.0%} of the "
+        f"time, after all ranks had arrived, at {min(rates.values()) / 1e6:.3g} MB/s",
         (
             f"check the network interface (GLOO_SOCKET_IFNAME), core and memory of "
             f"{list_ranks(ranks) if ranks else 'each rank'}",
