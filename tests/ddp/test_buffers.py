@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,6 +250,42 @@ def test_two_forwards_through_a_batch_norm():
             dist.all_reduce(q.grad.div_(2))
             torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
     assert net.module[1].running_mean is statistics
+
+
+def kept_in(place):
+    def keep(module):
+        view = module.scale.view(1, 2)
+        module.cache = {"attribute": view, "list": [view], "object": SimpleNamespace(view=view)}[
+            place
+        ]
+        return view
+
+    return keep
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "object"])
+@on_ranks(2)
+def test_a_view_that_a_module_keeps_sees_new_values(place):
+    net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+    net(x).sum().backward()
+    view = kept_in(place)(net.module)
+    for step in range(3):
+        if dist.get_rank() == 0:
+            net.module.scale.fill_(2.0 + step)
+        net(x).sum().backward()
+        assert view.tolist() == [net.module.scale.tolist()] == [[2.0 + step] * 2]
+
+
+@on_ranks(2)
+def test_a_buffer_that_is_swapped():
+    net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+    for step in range(3):
+        net(x).sum().backward()
+        new = torch.full((2,), 1.0 + step + dist.get_rank())
+        torch.utils.swap_tensors(net.module.scale, new)
+        outputs = [net(x), net(x)]
+        assert net.module.scale.tolist() == [1.0 + step] * 2
+        sum(outputs).sum().backward()
 
 
 # -- evaluation ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 from ddp import naive
 from ddp.common import assert_good_step, on_ranks
@@ -66,6 +67,49 @@ def test_parameters_that_are_added_or_replaced_are_refused_by_name():
         net(torch.zeros(1, 4))
     net.refit()  # takes rank 0's
     assert_good_step(net)
+
+
+def in_a_sequential(net):
+    net.module[0] = nn.Sequential(net.module[0], nn.Tanh())
+    net.module[3] = nn.Sequential(net.module[3])
+
+
+def pruned(net):
+    prune.l1_unstructured(net.module[2], "weight", amount=3)
+    prune.random_unstructured(net.module[3], "bias", amount=1)
+
+
+def pruned_for_good(net):
+    pruned(net)
+    prune.remove(net.module[2], "weight")
+
+
+@pytest.mark.parametrize("rename", [in_a_sequential, pruned, pruned_for_good])
+@on_ranks(2)
+def test_parameters_and_buffers_that_are_renamed(rename):
+    """They are known by identity: those that the wrapper ignores stay local."""
+    rank, module = dist.get_rank(), mlp()
+    module[3].register_buffer("local", torch.tensor(rank))
+    module[3].bias.data.fill_(rank)
+    module._ddp_params_and_buffers_to_ignore = ["3.local", "3.bias"]
+    net = DistributedDataParallel(module)
+    for renamed in (False, True):
+        if renamed:
+            torch.manual_seed(0)
+            rename(net)
+        for step in range(2):
+            x, reduced = torch.full((1, 4), 1.0 + step + rank), []
+            for local in (False, True):
+                net.zero_grad()
+                with net.no_sync(enabled=local):
+                    net(x).square().sum().backward()
+                own = [p for p in net.parameters() if p.shape != (2,)]
+                if local:
+                    naive.average_gradients(net.process_group, own)
+                reduced.append([p.grad.clone() for p in own])
+            torch.testing.assert_close(*reduced)
+            net.zero_grad()
+        assert [b.item() for b in net.buffers() if not b.dim()] == [rank]
 
 
 @on_ranks(2)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Real
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -251,6 +253,52 @@ def sparse_names(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if id(p) in ids}
 
 
+_DEPTH, _MOST = 3, 4096
+"""Limits on nested objects of other classes: levels and values searched. An object may have a
+tokenizer with all of its words."""
+
+
+def in_attributes(attributes: dict[str, Any], seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in an object, such as a distribution, given its `__dict__`."""
+    # nearest first; no code of the objects runs; they may form cycles
+    held: list[Any] = [attributes]
+    count = 0
+    for _ in range(_DEPTH):
+        level: list[Any] = []
+        while held:
+            inside: list[Any] = []
+            for container in held:
+                if id(container) not in seen:
+                    seen.add(id(container))
+                    room = _MOST - count - len(inside)
+                    inside += islice(_items(container), min(room, _MOST // 8))
+            count += len(inside)
+            held = []
+            for v in inside:
+                if isinstance(v, Tensor):
+                    yield v
+                else:
+                    (held if isinstance(v, dict | list | tuple) else level).append(v)
+        held = [object.__getattribute__(v, "__dict__") for v in level if may_hold(v)]
+
+
+def may_hold(value: Any) -> bool:
+    """Return True if an object has attributes, and is neither a module nor a class."""
+    if isinstance(value, nn.Module | type | ModuleType):
+        return False
+    try:
+        return type(object.__getattribute__(value, "__dict__")) is dict
+    except Exception:  # proxies of other objects may compute __dict__, or have none
+        return False
+
+
+def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    """Return a container's values without calling methods of its subclass."""
+    if isinstance(container, dict):
+        return dict.values(container)
+    return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
+
+
 class ParameterCheck:
     """Compares a module's parameters with those at construction, after new registrations."""
 
@@ -258,7 +306,8 @@ class ParameterCheck:
         self, module: nn.Module, named: Sequence[tuple[str, Parameter]], ignored: Collection[str]
     ) -> None:
         self._module, self._ignored = module, ignored
-        self._known = dict(named)
+        # by identity: pruning, parametrizations and a new Sequential rename parameters
+        self._known = {id(p): p for p in module.parameters()}
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._modules = {id(child) for child in module.modules()}
         # `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters
@@ -284,10 +333,10 @@ class ParameterCheck:
         thawed = [n for n, p in self._frozen if p.requires_grad]
         new: list[str] = []
         if self._registered:
-            named = [(n, p) for n, p in self._module.named_parameters() if n not in self._ignored]
-            new = [n for n, p in named if self._known.get(n) is not p and id(p) in self._registered]
-            for p in self._known.values():  # registered again
-                self._registered.pop(id(p), None)
+            for known in self._known:  # registered again
+                self._registered.pop(known, None)
+            named = self._module.named_parameters()
+            new = [n for n, p in named if n not in self._ignored and id(p) in self._registered]
         if new or thawed:
             what = "added or replaced" if new else "frozen when the module was wrapped, and are not"
             raise ArgumentError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,13 @@ from torch.nn.modules import module as torch_module
 from gradwire._groups import check_group, message_device, rank_in_group
 from gradwire._scope import outside_contexts
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.arguments import WeakHook, check_not_expanded, inner_tensors, remove_hooks_with
+from gradwire.ddp.arguments import (
+    WeakHook,
+    check_not_expanded,
+    in_attributes,
+    inner_tensors,
+    remove_hooks_with,
+)
 from gradwire.ddp.buckets.ownership import holders, uses
 from gradwire.ddp.faults.error_channel import broadcast_options, waits_on_cpu
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
@@ -347,13 +352,15 @@ class Buffers:
         self.hook: BufferHook | None = None
         # True if the hook runs after each training forward instead of before it
         self.after_forward = False
-        self._seen: dict[str, weakref.ref[Tensor]] = {}
-        self._aliased: set[str] = set()
+        self._left_out = [b for n, b in module.named_buffers() if n in ignored]
+        # ids, not weak references: `torch.utils.swap_tensors` refuses a tensor that has one
+        self._seen: set[int] = set()
+        self._aliased: set[int] = set()
         self._find()
         self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": {}}
+        return {**self.__dict__, "_seen": set(), "_changed": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -380,14 +387,17 @@ class Buffers:
 
     def _find(self) -> None:
         self._changed = False
-        named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
-        self._paths = {name: name.split(".") for name in named}
+        # modules may have been renamed since, by a new Sequential around them
+        left_out = {id(b) for b in self._left_out}
+        named = [(n, b) for n, b in self._module.named_buffers() if n not in self._ignored]
+        named = [(n, b) for n, b in named if id(b) not in left_out]
+        self._paths = {name: name.split(".") for name, _ in named}
         # the first answer is kept: later, a graph may have saved the buffer
-        known = {n for n, b in named.items() if (r := self._seen.get(n)) and r() is b}
+        seen, aliased = self._seen, self._aliased
+        self._seen = {id(b) for _, b in named}
         self._aliased = {
-            n for n, b in named.items() if (n in self._aliased if n in known else _is_aliased(b))
+            id(b) for _, b in named if (id(b) in aliased if id(b) in seen else _is_aliased(b))
         }
-        self._seen = {name: weakref.ref(buffer) for name, buffer in named.items()}
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, without those that were deleted or set to None."""
@@ -419,8 +429,16 @@ class Buffers:
                 held = {
                     n: b
                     for n, b in named.items()
-                    if (_holders(b) > 1 and n not in self._aliased) or b.is_inference()
+                    if (_holders(b) > 1 and id(b) not in self._aliased) or b.is_inference()
                 }
+                if any(map(_shares_memory, held.values())):
+                    # a view that a module keeps must see what is written
+                    kept = self._kept_storages({*map(id, held.values())})
+                    held = {
+                        n: b
+                        for n, b in held.items()
+                        if b.is_inference() or not _shares_memory(b) or _storage(b) not in kept
+                    }
             written = {**named, **{n: _copy(b) for n, b in held.items()}} if held else named
             if self.hook is None:
                 broadcast_values(group, written.items(), group_src=root)
@@ -431,6 +449,17 @@ class Buffers:
                         future.wait()
             for name, buffer in held.items():
                 _take_values(buffer, written[name])
+
+    def _kept_storages(self, ids: set[int]) -> set[int]:
+        """Return the storages of tensors that modules keep, other than the tensors of these ids."""
+        seen: set[int] = set()
+        found = (t for m in self._module.modules() for t in in_attributes(vars(m), seen))
+        return {_storage(t) for t in found if id(t) not in ids and torch._C._has_storage(t)}
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _copy(buffer: Tensor) -> Tensor:
@@ -474,8 +503,11 @@ def _is_aliased(buffer: Tensor) -> bool:
     # a view that holds the only reference to its base, such as `torch.ones(1).expand(5)`, shares
     # nothing
     base_held = buffer._is_view() and _base_references(buffer) > _UNSHARED_BASE
-    shares = buffer.layout == torch.strided and uses(buffer) > 1 + buffer._is_view()
-    return shares or base_held or _holders(buffer) > 1
+    return _shares_memory(buffer) or base_held or _holders(buffer) > 1
+
+
+def _shares_memory(buffer: Tensor) -> bool:
+    return buffer.layout == torch.strided and uses(buffer) > 1 + buffer._is_view()
 
 
 def _base_references(view: Tensor) -> int:

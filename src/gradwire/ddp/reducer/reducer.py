@@ -13,20 +13,19 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from time import perf_counter_ns
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire._containers import leaves, map_tensors, tensors_in
 from gradwire._groups import check_group
 from gradwire._scope import runs_outside_contexts
-from gradwire.ddp.arguments import ReducerOptions, remove_hooks_with
+from gradwire.ddp.arguments import ReducerOptions, in_attributes, may_hold, remove_hooks_with
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward, on_gradient
@@ -295,11 +294,16 @@ class Reducer(Backward):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self), nested=True))
 
-    def skip(self) -> None:
-        """Expect no backward of the last forward, which all ranks leave out."""
-        self.prepare_late = self.weights.given = None
+    def skip(self, *, reduce: bool) -> None:
+        """Expect no backward of the last forward; all ranks may `reduce` earlier gradients."""
+        self.prepare_late = None
+        self.weights.skip()
         if self.state is BackwardState.EXPECTED:
             self.transition(Event.SKIP)
+        if reduce:
+            self.prepare()
+            self.reduce_accumulated()
+        self.weights.given = None
 
     @property
     def in_backward(self) -> bool:
@@ -402,49 +406,6 @@ class _LocalBackward:
 
 OUTPUT = "gradwire.ddp.output"
 """Key in an output's node of autograd: its forward."""
-_DEPTH, _MOST = 3, 4096
-"""Limits on nested objects of other classes: levels and values searched. An object may have a
-tokenizer with all of its words."""
-
-
-def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object of another class, such as a distribution, nearest first."""
-    # no code of the objects runs; they may form cycles
-    level, count = [value], 0
-    for _ in range(_DEPTH):
-        held = [object.__getattribute__(v, "__dict__") for v in level if _may_hold(v)]
-        level = []
-        while held:
-            inside: list[Any] = []
-            for container in held:
-                if id(container) not in seen:
-                    seen.add(id(container))
-                    room = _MOST - count - len(inside)
-                    inside += islice(_items(container), min(room, _MOST // 8))
-            count += len(inside)
-            held = []
-            for v in inside:
-                if isinstance(v, Tensor):
-                    yield v
-                else:
-                    (held if isinstance(v, dict | list | tuple) else level).append(v)
-
-
-def _may_hold(value: Any) -> bool:
-    """Return True if an object has attributes, and is neither a module nor a class."""
-    if isinstance(value, nn.Module | type | ModuleType):
-        return False
-    try:
-        return type(object.__getattribute__(value, "__dict__")) is dict
-    except Exception:  # proxies of other objects may compute __dict__, or have none
-        return False
-
-
-def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
-    """Return a container's values without calling methods of its subclass."""
-    if isinstance(container, dict):
-        return dict.values(container)
-    return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
 
 
 def beginnings(output: Any, since: int) -> Iterator[Tensor]:
@@ -459,7 +420,8 @@ def beginnings(output: Any, since: int) -> Iterator[Tensor]:
             base = leaf._base if leaf.requires_grad else None
             other: Iterable[Tensor] = () if base is None else (base,)
         else:
-            other = _in_attributes(leaf, seen)
+            own = object.__getattribute__(leaf, "__dict__") if may_hold(leaf) else {}
+            other = in_attributes(own, seen)
         for tensor in other:  # of this forward only: an object may also hold older tensors
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
                 yield tensor
