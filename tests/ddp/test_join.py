@@ -14,8 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.common import on_ranks
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import DistributedError, MismatchError, PeerFailedError, ReductionError
+from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
+from gradwire.errors import (
+    DistributedError,
+    MismatchError,
+    NotSupportedError,
+    PeerFailedError,
+    ReductionError,
+)
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -297,6 +303,24 @@ def test_ranks_without_input_call_the_buffer_hook(after_forward):
 
     results = run_ranks(main, 3)
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("kind", [SyncBatchNorm, nn.SyncBatchNorm])
+@on_ranks(3)
+def test_layers_that_wait_for_ranks_without_input(kind):
+    rank, layer = dist.get_rank(), kind(4)
+    net = DistributedDataParallel(nn.Sequential(layer, mlp()))
+    layer.eval()
+    train(net)
+
+    def wait():
+        with net.join():
+            for number in range(1 + rank):
+                layer.train(number > 0)  # PyTorch's layer would raise on the CPU
+                net(batch(rank, number)).sum().backward()
+
+    with pytest.raises(NotSupportedError, match=r"SyncBatchNorm.*throw_on_early_termination=True"):
+        wait()
 
 
 @pytest.mark.parametrize("under", [torch.no_grad, None])

@@ -152,9 +152,15 @@ def test_conversion_of_other_layers_and_wrong_arguments(each_backend):
     assert type(again[0]) is SyncBatchNorm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, of lazy modules
-        lazy = nn.Sequential(nn.LazyBatchNorm1d())
-    with pytest.raises(ArgumentError, match="no shape yet"):
-        SyncBatchNorm.convert_sync_batchnorm(lazy)
+        bare = {"affine": False, "track_running_stats": False}
+        lazy = [nn.LazyBatchNorm1d(), nn.LazyBatchNorm1d(affine=False), nn.LazyBatchNorm1d(**bare)]
+    for layer in lazy:
+        with pytest.raises(ArgumentError, match="no shape yet"):
+            SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer))
+        layer(torch.randn(4, 3))
+        converted = SyncBatchNorm.convert_sync_batchnorm(layer)
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(converted(x), layer(x))
     with pytest.raises(ArgumentTypeError, match="process_group is 3"):
         SyncBatchNorm(3, process_group=3)
     layer, twin = SyncBatchNorm(3), nn.BatchNorm1d(3)  # without a group, as batch norm

@@ -21,6 +21,7 @@ from gradwire.ddp.arguments import ParameterCheck, ReducerOptions, check_module,
 from gradwire.ddp.broadcast import Buffers, broadcast_values
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
 from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 from gradwire.ddp.verify import Replicas, describe, verify_same
 from gradwire.errors import (
     ArgumentError,
@@ -202,7 +203,7 @@ class ReducedModule:
         self._replicas.verify()
         self._parameter_check.check()
 
-    def skip_if_any(self, flag: bool | Tensor) -> bool:
+    def skip_if_any(self, flag: bool | Tensor, *, syncing: bool) -> bool:
         """See `DistributedDataParallel.skip_if_any`."""
         if not isinstance(flag, bool) and not (isinstance(flag, Tensor) and flag.numel() == 1):
             raise ArgumentTypeError(f"flag is {flag!r}: pass a bool, or a tensor of one element")
@@ -215,10 +216,13 @@ class ReducedModule:
                     "for a backward. Call it outside of join()"
                 )
             )
-        flags = torch.tensor([bool(flag)], dtype=torch.int64, device=message_device(self.group))
+        accumulated = syncing and bool(self.reducer.usage.accumulated)
+        own, device = [bool(flag), accumulated], message_device(self.group)
+        flags = torch.tensor(own, dtype=torch.int64, device=device)
         _all_reduce(flags, self.group, dist.ReduceOp.MAX, "skip_if_any()")
-        if skipped := bool(flags):
-            self.reducer.skip()
+        skipped, accumulated = map(bool, flags.tolist())
+        if skipped:
+            self.reducer.skip(reduce=accumulated)
         return skipped
 
     # -- copies ----------------------------------------------------------------------------
@@ -247,6 +251,10 @@ class ReducedModule:
             self.reducer.set_layout(buckets)  # the hook's state may be kept by bucket
 
 
+NO_BATCH_NORM = (
+    "SyncBatchNorm in join(): it would wait for ranks that have run out of input. End training on "
+    "all ranks by join(throw_on_early_termination=True), use BatchNorm, or set its layers to eval()"
+)
 ACTIONS = (
     "expect a backward that is reduced",
     "synchronize buffers",
@@ -300,9 +308,12 @@ class UnevenInputs(JoinHook):
     def next_step(self, own: StepInfo) -> StepInfo:
         """Exchange the next step of the ranks that still have input; raise if theirs differ."""
         group = self._reduced.group
-        sums = torch.tensor(astuple(own), dtype=torch.int64, device=message_device(group))
+        kinds, modules = (SyncBatchNorm, nn.SyncBatchNorm), self._reduced.module.modules()
+        waits = own.ranks and any(m.training for m in modules if isinstance(m, kinds))
+        numbers, device = (*astuple(own), waits), message_device(group)
+        sums = torch.tensor(numbers, dtype=torch.int64, device=device)
         _all_reduce(sums, group)
-        ranks, *counts = sums.tolist()
+        ranks, *counts, waiting = sums.tolist()
         for count, what in zip(counts, ACTIONS, strict=True):
             if count not in (0, ranks):
                 raise MismatchError(
@@ -310,6 +321,8 @@ class UnevenInputs(JoinHook):
                     "their next forward, and the others do not: call forward in the same order, "
                     "and under the same no_grad() and no_sync(), on all of these ranks"
                 )
+        if waiting and ranks < group.size():
+            raise NotSupportedError(NO_BATCH_NORM)
         return StepInfo(ranks, *(count > 0 for count in counts))
 
     def prepare(self, step: StepInfo) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
@@ -124,7 +124,8 @@ class SyncBatchNorm(_BatchNorm):
         return out.to(x.dtype)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.size(1) != self.num_features:
+        # 0 features: converted from a lazy layer that has neither parameters nor buffers
+        if input.dim() < 2 or self.num_features not in (0, input.size(1)):
             raise ArgumentError(
                 f"input has shape {tuple(input.shape)}: pass (n, {self.num_features}, ...)"
             )
@@ -175,7 +176,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _of(cls, layer: _BatchNorm, process_group: ProcessGroup | None) -> SyncBatchNorm:
-        if isinstance(layer.weight, UninitializedParameter):
+        if isinstance(layer, LazyModuleMixin):
             raise ArgumentError(
                 f"{type(layer).__name__} has no shape yet: run a forward of the lazy module first"
             )
