@@ -240,7 +240,8 @@ def test_containers_of_any_class_as_inputs_and_outputs(name, same_as_one_process
 @on_ranks(2)
 def test_create_graph(options):
     """The values are reduced, and the history of this rank's gradients goes on from them."""
-    net, twin = DistributedDataParallel(mlp(), **options), mlp()
+    twin = mlp().append(nn.Linear(2, 1 << 19))  # 4 MiB: on Gloo, its gradient is reduced in place
+    net = DistributedDataParallel(copy.deepcopy(twin), **options)
     for step in range(3):
         for model in (net, twin):
             model.zero_grad()

@@ -96,6 +96,27 @@ def test_strides_and_buffers_that_differ():
         DistributedDataParallel(module)
 
 
+@on_ranks(2)
+def test_an_exception_after_a_bucket_that_was_skipped():
+    class Net(nn.Module):
+        on = False
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+            self.large = nn.Linear(1 << 10, 1 << 10)  # unused; on Gloo, it is reduced in place
+
+        def forward(self, x):
+            trapped = self.on and dist.get_rank() == 1
+            return self.second(Trap.apply(self.first(x)) if trapped else self.first(x))
+
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    net = DistributedDataParallel(Net(), bucket_cap_mb=1e-6, **options)
+    assert_good_step(net)
+    fail_on_rank_1(net)
+    assert_good_step(net)
+
+
 # -- hooks that fail -----------------------------------------------------------------------
 
 

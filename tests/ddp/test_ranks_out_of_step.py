@@ -143,6 +143,39 @@ def test_all_ranks_skip_a_batch_that_one_of_them_skips():
     assert taken == [0, 4, 5]
 
 
+@pytest.mark.narrow({"options": {}}, {"hook": None, "weighted": True})
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("after", [True, False])
+@on_ranks(2)
+def test_a_last_batch_that_is_skipped(after, weighted, options, hook):
+    """What accumulated before is reduced. If all batches were skipped, nothing is sent."""
+    rank = dist.get_rank()
+    net, twin = DistributedDataParallel(mlp(), **options), mlp()
+    net.register_comm_hook(None, hook)
+    for step, skipped in enumerate([(2,), (), (0, 1, 2), (1, 2), (0,), (2,)]):
+        net.zero_grad()
+        twin.zero_grad()
+        total = torch.zeros(())
+        for i in range(3):
+            x, weight = batch(3 * step + i), 1.0 + rank * i if weighted else 1.0
+            with net.no_sync(enabled=i < 2):
+                if weighted:
+                    net.weight(weight)
+                loss = net(x).square().mean() if after or i not in skipped else None
+                if not net.skip_if_any(i in skipped and rank == step % 2):
+                    loss.backward()
+                    (weight * twin(x).square().mean()).backward()
+                    total += weight
+        dist.all_reduce(total)
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            if q.grad is not None:
+                dist.all_reduce(q.grad.div_(total if weighted else 2))
+            assert (p.grad is None) == (q.grad is None)
+            torch.testing.assert_close(p.grad, q.grad)
+
+
 @on_ranks(2)
 def test_all_ranks_skip_a_backward():
     net = DistributedDataParallel(mlp())

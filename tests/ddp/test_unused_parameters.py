@@ -315,13 +315,17 @@ def test_skip_all_reduce_unused_params():
         Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
     )
     x, sent = torch.ones(1, 4), []
-    for take in ([0, 1, 2], [0, 1, 2], [0]):
-        before = dist.group.WORLD._get_sequence_number_for_group()
+    for take in ([0, 1, 2], [0, 1, 2], [0], [0]):
         net.zero_grad()
+        if len(sent) == 3:
+            with net.no_sync():
+                (net(x, [1]) * dist.get_rank()).sum().backward()
+        before = dist.group.WORLD._get_sequence_number_for_group()
         net(x, take).sum().backward()
         sent.append(dist.group.WORLD._get_sequence_number_for_group() - before)
-    assert net.module.branches[1].weight.grad is None
-    assert sent[2] < sent[1] - 1
+        assert net.module.branches[2].weight.grad is None or len(take) > 1
+    assert sent[2] < sent[3] < sent[1]
+    assert net.module.branches[1].bias.grad.tolist() == [0.5, 0.5]  # accumulated before
 
 
 @on_ranks(2)

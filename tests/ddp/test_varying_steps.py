@@ -16,6 +16,7 @@ from gradwire.errors import DistributedError
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 OPTIONS = [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0}]
+AS_VIEWS = {"gradient_as_bucket_view": True}
 
 
 class Net(nn.Module):
@@ -130,12 +131,26 @@ def head_first(net, rank, x):
     in_parts(net, rank, x, order=-1)
 
 
-def frozen(net, rank, x):
-    net.module.layers[1].requires_grad_(False)
+def frozen(net, rank, x, ranks=(0, 1)):
+    net.module.layers[1].requires_grad_(rank not in ranks)
     squares(net, x).backward()
     net.module.layers[1].requires_grad_(True)
 
 
+def frozen_after_the_forward(net, rank, x, ranks=(0, 1)):
+    loss = squares(net, x)
+    net.module.layers[1].requires_grad_(rank not in ranks)
+    loss.backward()
+    net.module.layers[1].requires_grad_(True)
+
+
+def frozen_after_others(net, rank, x, ranks=(0, 1), program=frozen):
+    with net.no_sync():
+        squares(net, 2 * x).backward()
+    program(net, rank, x, ranks)
+
+
+FROZEN = [frozen, frozen_after_the_forward, frozen_after_others]
 PROGRAMS = [
     cleared_in_part,
     local_before,
@@ -148,7 +163,6 @@ PROGRAMS = [
     with_a_graph,
     in_parts,
     head_first,
-    frozen,
 ]
 
 
@@ -162,6 +176,26 @@ def test_a_step_after_others(program, same_as_one_process):
             squares(net, batch(rank, step)).backward()
 
     same_as_one_process(run, model=Net, steps=6)
+
+
+@pytest.mark.narrow(
+    {"options": {}, "hook": None},
+    {"options": {"find_unused_parameters": True}, "hook": "bf16", "ranks": (1,)},
+    {"options": {"static_graph": True}, "hook": None, "ranks": (0,)},
+)
+@pytest.mark.parametrize("hook", [None, "bf16"])
+@pytest.mark.parametrize("options", [*OPTIONS, {"static_graph": True}, AS_VIEWS])
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("program", FROZEN)
+def test_parameters_frozen_on_some_ranks(program, ranks, options, hook, same_as_one_process):
+    def run(net, rank, step):
+        if step in (2, 3):
+            program(net, rank, batch(rank, step), ranks)
+        else:
+            squares(net, batch(rank, step)).backward()
+
+    near = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
+    same_as_one_process(run, options=options, hook=hook, model=Net, steps=5, **near)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

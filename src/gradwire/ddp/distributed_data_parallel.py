@@ -570,7 +570,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A rank that leaves out a backward alone is a step ahead of the others from then on. Every
         rank calls this at the same point, after the forward or before it. It sends one small
-        message.
+        message. If all leave out the batch and this is called outside of `no_sync()`, gradients
+        that accumulated before are reduced, as the left out backward would have done.
 
         Args:
             flag: Bool, or tensor of one element.
@@ -599,7 +600,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             >>> run_ranks(main, world_size=2)
             [[0, 2], [0, 2]]
         """
-        return self._reduced.skip_if_any(flag)
+        return self._reduced.skip_if_any(flag, syncing=self.require_backward_grad_sync)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Return the hook that `Join` runs on a rank that has run out of input."""

@@ -189,6 +189,8 @@ class BucketSet:
             return False
         parameter = self.parameters[index]
         least = IN_PLACE_BYTES * max(1, self.group.size() // 4)
+        if self.options.caps is not None:  # one that fills a bucket by itself
+            least = min(least, max(FIRST_BUCKET_BYTES, self.options.caps[-1]))
         fit = index not in self._delayed and parameter.device.type == "cpu"
         return fit and parameter.nbytes >= least
 

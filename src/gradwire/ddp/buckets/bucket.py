@@ -213,6 +213,12 @@ def dense_gradient(parameter: Parameter) -> Tensor:
     )
 
 
+def with_history(gradient: Tensor, reduced: Tensor) -> Tensor:
+    """Return the reduced value with the history of the local gradient."""
+    with torch.enable_grad():
+        return gradient + (reduced - gradient).detach()
+
+
 class InPlaceBucket(Bucket):
     """Bucket of one large dense gradient, reduced in place."""
 
@@ -272,7 +278,7 @@ class InPlaceBucket(Bucket):
             if parameter.grad is None:
                 parameter.grad = self._copy
             elif self._with_graph:
-                parameter.grad = parameter.grad + (self._copy - parameter.grad).detach()
+                parameter.grad = with_history(parameter.grad, self._copy)
             elif self._ownership.used_elsewhere([self.members[0]], [dense_gradient(parameter)])[0]:
                 parameter.grad = self._copy
             else:

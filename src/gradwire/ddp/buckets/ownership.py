@@ -93,6 +93,12 @@ def is_conj_or_neg(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_zero(gradient: Tensor) -> bool:
+    """Return True if all elements are zero."""
+    values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+    return not bool(values.any())
+
+
 def uses(tensor: Tensor) -> int:
     """Return the number of tensors that use this tensor's storage, itself included."""
     return _count(tensor.untyped_storage())

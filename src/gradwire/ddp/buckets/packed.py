@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.buckets import views
-from gradwire.ddp.buckets.bucket import Bucket, BucketContext, Member, dense_gradient
+from gradwire.ddp.buckets.bucket import (
+    Bucket,
+    BucketContext,
+    Member,
+    dense_gradient,
+    with_history,
+)
 from gradwire.shm import empty
 
 AT_ONCE_BYTES = 32 << 10
@@ -145,8 +151,7 @@ class PackedBucket(Bucket):
         places, gradients = self._outside([i for i in range(len(self.members)) if i not in without])
         if self._with_graph:
             for i, old in zip(places, gradients, strict=True):
-                with torch.enable_grad():  # the reduced value with the history of the local one
-                    self.parameters[i].grad = old + (self._views[i] - old).detach()
+                self.parameters[i].grad = with_history(old, self._views[i])
             return
         shared = self._ownership.used_elsewhere([self.members[i] for i in places], gradients)
         targets, results = [], []

@@ -41,6 +41,7 @@ from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.arguments import remove_hooks
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
+from gradwire.ddp.buckets.ownership import is_zero
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
@@ -408,7 +409,7 @@ class Backward:
                     return
                 if not bucket.all_ready or (is_last and not final):
                     return
-                if self.skip_unused and bucket.all_unused:
+                if self._skips(bucket):
                     launched.append(Launched(bucket))
                     continue
                 record = ring.begin_bucket(self.group, self.step, len(launched), bucket.names)
@@ -471,7 +472,12 @@ class Backward:
         """Return True if no bucket after this one has anything to send."""
         if not self.skip_unused:
             return index + 1 == len(self.bucket_set)
-        return all(bucket.all_unused for bucket in [*self.bucket_set][index + 1 :])
+        return all(map(self._skips, [*self.bucket_set][index + 1 :]))
+
+    def _skips(self, bucket: Bucket) -> bool:
+        """Return True if nothing is sent for a bucket, which no rank has used."""
+        accumulated = not self.usage.touched.isdisjoint(bucket.members)
+        return self.skip_unused and bucket.all_unused and not accumulated
 
     def check_over(self) -> None:
         """Raise if ranks wait for this backward. Called before other communication."""
@@ -554,8 +560,9 @@ class Backward:
             self.domain.fail(
                 ArgumentError(
                     f"parameters {names} were converted after the module was wrapped, to another "
-                    "dtype or device or by swap_tensors: their gradients are not reduced. Convert "
-                    "the module before it is wrapped, or call refit() on every rank afterwards"
+                    "dtype or device, by swap_tensors or a parametrization: their gradients are "
+                    "not reduced. Convert the module before it is wrapped, or call refit() on "
+                    "every rank afterwards"
                 )
             )
 
@@ -643,10 +650,12 @@ class Backward:
         """Wait for the buckets, and write the results to the gradients."""
         buckets, launched, timer = self.bucket_set, self.launcher.launched, self.timer
         unused = buckets.unused()
-        untouched = {i for i in unused if not self.parameters[i].requires_grad}
         results, factor = self._receive(buckets.ready())
-        if self.usage.allows_unused:
-            untouched |= self.usage.unused
+        # parameters that this rank froze may be used by others, which is known if ranks have voted
+        voted = self.usage.allows_unused or self.launcher.hook is not None
+        untouched = self.usage.unused if voted else ()
+        frozen = (p for i in unused if not (p := self.parameters[i]).requires_grad)
+        without = [] if voted else [p for p in frozen if p.grad is None]
         for one, reduced in zip(launched, results, strict=True):
             result = reduced
             if factor is not None and factor != 1.0 and one.sent:  # weights differ
@@ -654,7 +663,11 @@ class Backward:
                     one.bucket.flat.mul_(factor)
                 else:
                     result = reduced * factor
-            one.bucket.copy_out(result, untouched)
+            if one.sent:
+                one.bucket.copy_out(result, untouched)
+        for parameter in without:
+            if parameter.grad is not None and is_zero(parameter.grad):
+                parameter.grad = None  # all ranks have sent zeros
         buckets.lay_as_parameters()
         for parameter in self.optimized:
             if parameter.grad is not None:
@@ -687,26 +700,40 @@ class Backward:
             raise
         self._commit(range(len(self.parameters)), joined=True)
 
+    @runs_outside_contexts
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that have accumulated, without a backward, after `prepare`."""
+        # this says nothing about the order of gradients, or which ones a static graph has
+        arrivals, counts, self.arrivals = self.arrivals, self.usage.counts, None
+        self.transition(Event.BEGIN)
+        try:
+            with torch.no_grad():
+                self.bucket_set.mark_unused(range(len(self.parameters)))
+                self._mark_missing()
+                self._launch_rest()
+                self._finalize()
+        except BaseException:
+            self.interrupt()
+            raise
+        finally:
+            self.arrivals, self.usage.counts = arrivals, counts
+
     def _receive(
         self, used: Iterable[int], own: Tally | None = None
     ) -> tuple[list[Tensor | None], float | None]:
         """Send the remaining messages; return all results and the factor still to be applied."""
         # `used` are parameters that got a gradient on this rank. A result is None if it is in the
         # bucket's buffer.
-        launcher, usage, asked = self.launcher, self.usage, None
+        launcher, usage = self.launcher, self.usage
         launcher.send_rest()
-        if usage.allows_unused:
-            if launcher.hook is None:
-                self._sending_last()
-            asked = launcher.start_sum(usage.flags(used))
-        if launcher.hook is None and self.state is not BackwardState.COMMITTING:
+        if launcher.hook is None and usage.allows_unused:
+            self._sending_last()
+            flags, work = launcher.start_sum(usage.flags(used))
+            launcher.wait_small(work)
+            usage.set_unused(flags)
+        elif launcher.hook is None and self.state is not BackwardState.COMMITTING:
             # the last bucket was sparse, or skipped: its messages have been sent
             self._sending_last(sent=True)
-        if asked is not None:
-            flags, work = asked
-            launcher.wait_small(work)
-            usage.unused = frozenset((flags == 0).nonzero().flatten().tolist())
-            usage.touched.clear()
         results = []
         for launched in launcher.launched:
             since = perf_counter_ns()
@@ -717,8 +744,9 @@ class Backward:
         # a hook may fail after its collectives: ranks then vote
         self._sending_last()
         # `own` is None for the summands of this rank's backward
-        sums = launcher.vote(self.tally() if own is None else own)
+        sums, flags = launcher.vote(self.tally() if own is None else own, usage.flags(used))
         self._check_in_step(sums)
+        usage.set_unused(flags)
         if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
         return results, self.weights.factor(sums, self.ranks)
@@ -777,7 +805,7 @@ class Backward:
         if self.usage.recording:
             came = Counter(used)
             self.usage.counts = {i: came[i] for i in range(len(self.parameters))}
-        self.weights.clear()
+        self._forget_accumulated()
         self.forwards.commit()
         # now that ranks are together: their next forwards may differ in number. A rank that has run
         # out of input has old parameters
@@ -800,7 +828,7 @@ class Backward:
         # sends nothing: `FaultDomain.report_interrupted` reports it at the next forward
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
-            self._give_up_gradients()
+            self._forget_accumulated()
             self.domain.note_interrupted()
             # gradients may be zeroed in place before the ranks are resynchronized
             for launched in self.launcher.launched:
@@ -828,7 +856,8 @@ class Backward:
         if self.state is not SHORT:
             return
         short = [b for b in (self, *self.others()) if b.state is SHORT]
-        lacking = [b.names[i] for b in short for i in sorted(b.bucket_set.missing())]
+        missing = [(b, i) for b in short for i in sorted(b.bucket_set.missing())]
+        lacking = [b.names[i] for b, i in missing if b.parameters[i].requires_grad]
         self.domain.fail(
             ReductionError(
                 f"parameters {lacking} got no gradient in the previous backward pass, so that "
@@ -843,12 +872,12 @@ class Backward:
         # gradients accumulated after an exception on this rank belong to the next backward
         interrupted = (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
         if self.state.unfinished and self.state not in interrupted:
-            self._give_up_gradients()
+            self._forget_accumulated()
         self.transition(Event.RESET)
         self._clear()
 
-    def _give_up_gradients(self) -> None:
-        """Forget accumulated gradients, which will not be reduced."""
+    def _forget_accumulated(self) -> None:
+        """Forget accumulated gradients, which were reduced or will not be."""
         self.weights.clear()
         self.usage.touched.clear()
 
@@ -901,7 +930,8 @@ def on_gradient(
                 backward.bucket_set.ownership.make_private(backward.parameters[index], incoming)
             return
         backward.prepare_now()
-    if incoming[0] is None:
+    # autograd accumulates nothing for a parameter that was frozen after the forward
+    if incoming[0] is None or not backward.parameters[index].requires_grad:
         backward.mark_undefined(index)
         return
     if not running:

@@ -237,15 +237,16 @@ class Launcher:
         self._domain.log.add(all_reduce_entry(flags), work)
         return flags, work
 
-    def vote(self, own: Tally) -> Tally:
-        """Return the sums of the ranks' summands; raise if a rank failed before it voted."""
+    def vote(self, own: Tally, flags: Tensor) -> tuple[Tally, Tensor]:
+        """Return the sums of the ranks' numbers and flags; raise if a rank has not voted."""
         if cpu_capable(self._group):
             self._domain.raise_hidden("a communication hook's collective")
-        votes, work = self.start_sum(own.message(1.0))
+        votes, work = self.start_sum(torch.cat([own.message(1.0), flags]))
         self.wait_small(work)
         if (voted := votes[0].item()) != self._group.size():
             raise BrokenGroupError(f"{voted:g} of {self._group.size()} ranks have voted")
-        return Tally.read(votes)
+        sums, flags = votes[: -len(flags)], votes[-len(flags) :]
+        return Tally.read(sums), flags
 
     # -- waits -------------------------------------------------------------------------------
 

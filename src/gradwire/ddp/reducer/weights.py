@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.ddp.arguments import ReducerOptions, WeakHook, remove_hooks_with
+from gradwire.ddp.buckets.ownership import is_zero
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -215,6 +216,11 @@ class Weights:
         if self._used and torch._C._current_graph_task_id() == -1:
             self.given = None
 
+    def skip(self) -> None:
+        """Give the last forward, which is left out, no weight; earlier ones keep theirs."""
+        if self.given is not None or self.total:
+            self.given, self._counted = 0.0, False
+
     def clear(self) -> None:
         """Reset the sum after gradients were reduced or discarded."""
         self.total, self._counted = 0.0, False
@@ -267,7 +273,7 @@ class Weights:
             return None
         if index not in self._accumulated:
             held = self._parameters[index].grad
-            if held is not None and not _is_zero(held):
+            if held is not None and not is_zero(held):
                 self.fail(
                     NotSupportedError(
                         "weight(n), and .grad holds gradients that were reduced before or got no "
@@ -319,18 +325,13 @@ class Weights:
             return True
         if index == self._sampled and _version(gradient) == self._sampled_version:
             return False
-        return _is_zero(gradient)
+        return is_zero(gradient)
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
     """Return a value that changes when a gradient is replaced or written to."""
     dense = gradient.layout == torch.strided
     return gradient.data_ptr() if dense else 0, gradient._version
-
-
-def _is_zero(gradient: Tensor) -> bool:
-    values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
-    return not bool(values.any())
 
 
 def accumulation_node(parameter: Tensor) -> Any:
@@ -414,11 +415,18 @@ class Usage:
             if p.requires_grad and p.grad is not None and accumulation_node(p) is not node
         ]
 
+    @property
+    def accumulated(self) -> list[int]:
+        """Parameters whose gradients have accumulated and were not cleared since."""
+        return [i for i in self.touched if self._parameters[i].grad is not None]
+
     def flags(self, used: Iterable[int]) -> Tensor:
         """Return a tensor with 1 for each parameter used on this rank since the last reduction."""
         mine = torch.zeros(self._count, dtype=torch.int32)
-        # gradients cleared since then will not be reduced
-        left = (i for i in self.touched if self.nodes[i].variable.grad is not None)
-        if indices := list({*used, *left}):
+        if indices := list({*used, *self.accumulated}):
             mine[indices] = 1
         return mine
+
+    def set_unused(self, flags: Tensor) -> None:
+        """Set the parameters that no rank used, from the sums of `flags`."""
+        self.unused = frozenset((flags == 0).nonzero().flatten().tolist())
