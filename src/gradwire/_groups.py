@@ -8,6 +8,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -29,6 +30,10 @@ _BACKENDS: set[finalize[..., Any]] = set()
 """Finalizers of `destroy_in_thread` whose backends are not destroyed yet."""
 
 
+OBSERVERS: list[Callable[..., Any]] = []
+"""Functions through which `collectives` calls a group, with the group, its method and arguments."""
+COMPARED_CALLS: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
+"""Number of calls of `collectives` that a group's ranks have compared."""
 EXIT_SECONDS = 2.0
 
 _TEMPORARY: WeakSet[ProcessGroup] = WeakSet()

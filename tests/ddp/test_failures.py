@@ -23,9 +23,12 @@ from ddp.common import (
     sprung,
     step,
 )
-from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
+from gradwire import collectives as C
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, SyncBatchNorm, broadcast_coalesced
 from gradwire.ddp.faults.error_channel import wait_work
 from gradwire.ddp.reducer import launch
+from gradwire.ddp.reducer.weights import Tally
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -115,6 +118,89 @@ def test_an_exception_after_a_bucket_that_was_skipped():
     assert_good_step(net)
     fail_on_rank_1(net)
     assert_good_step(net)
+
+
+# -- exceptions beside other waits ---------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Adds rows of a table with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8, sparse=True)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(len(x)))
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+class Beside(nn.Module):
+    """On rank 1, backward raises before that of another module, in which the others wait."""
+
+    on = False
+
+    def __init__(self, other):
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(4, 8), other, nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.other(self.first(x))
+        return self.last(Trap.apply(x) if self.on and dist.get_rank() == 1 else x)
+
+
+def waits(state, bucket):
+    dist.all_reduce(bucket.buffer(), async_op=True).wait()
+    dist.broadcast(bucket.buffer(), 0)
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+OTHERS = {
+    "all_reduce": lambda: Function(C.all_reduce),
+    "all_gather": lambda: Function(lambda x: C.all_gather(x, async_op=True).wait()),
+    "checked": lambda: Function(lambda x: C.all_reduce(x, "avg", check=True)),
+    "norm": lambda: SyncBatchNorm(8),
+    "norm of another group": lambda: SyncBatchNorm(8, process_group=dist.new_group()),
+    "sparse": Words,
+    "hook": nn.Identity,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@on_ranks(2, timeout=60)
+def test_an_exception_while_others_wait_beside_buckets(other):
+    net = DistributedDataParallel(Beside(OTHERS[other]()), bucket_cap_mb=1e-5)
+    net.register_comm_hook(None, {"sparse": hooks.all_reduce, "hook": waits}.get(other))
+    for _ in range(2):
+        step(net)
+        fail_on_rank_1(net)
+    grads = torch.cat([g.to_dense().reshape(-1) for g in step(net)])
+    assert torch.equal(*dist_gathered(grads))
+
+
+def dist_gathered(x):
+    everyones = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, x)
+    return everyones
+
+
+@on_ranks(2, timeout=60)
+def test_a_collective_after_an_exception_does_not_meet_a_bucket():
+    net = DistributedDataParallel(Beside(nn.Identity()))
+    step(net)
+    net.module.on = True
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+        step(net)
+    # as many numbers as the bucket that rank 0 waits in
+    ones = torch.ones(sum(p.numel() for p in net.parameters()) + len(Tally._fields))
+    assert torch.equal(C.all_reduce(ones), 2 * ones)
 
 
 # -- hooks that fail -----------------------------------------------------------------------

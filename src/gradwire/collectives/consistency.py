@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire._groups import COMPARED_CALLS
 from gradwire.collectives import wire
 from gradwire.collectives.validation import Sizes, refuse_in_transforms
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
@@ -169,7 +169,6 @@ class Refusal(NamedTuple):
 
 
 _setting: ContextVar[bool | None] = ContextVar("gradwire_checks", default=None)
-_numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -325,7 +324,7 @@ def wants_grad(x: Tensor | None) -> int:
 
 def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignature], int]:
     """Exchange signatures; return those of all ranks, and this call's number in the group."""
-    number, world = next(_numbers.setdefault(group, count())), group.size()
+    number, world = next(COMPARED_CALLS.setdefault(group, count())), group.size()
     rows = wire.gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
-from gradwire._groups import message_device
+from gradwire._groups import OBSERVERS, message_device
 from gradwire._memory import advised
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE
 from gradwire.errors import ArgumentError, DistributedError
@@ -115,16 +115,22 @@ def _python_name(backend: object) -> str:
     return name
 
 
-def callee_of(group: ProcessGroup, x: Tensor) -> tuple[ProcessGroup, Backend]:
-    """Return the group or its backend written in Python, to run collectives, and the backend."""
+def callee_of(group: ProcessGroup, x: Tensor) -> tuple[Callable[..., Work], Backend]:
+    """Return a function that calls a collective by name, and the backend."""
     backend = backend_of(group, x)
-    if backend.python is None:
-        return group, backend
-    # Calling the backend bypasses PyTorch's dispatcher, which adds a quarter to the time of a small
-    # call. A dispatch mode, such as CommDebugMode, and the profiler need the dispatcher.
-    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
-        return group, backend
-    return backend.python, backend
+    return partial(_call, group, backend), backend
+
+
+def _call(group: ProcessGroup, backend: Backend, name: str, *args: Any) -> Work:
+    # Calling a backend that is written in Python bypasses PyTorch's dispatcher, which adds a
+    # quarter to the time of a small call. A dispatch mode, such as CommDebugMode, and the profiler
+    # need the dispatcher.
+    dispatched = torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
+    collective = getattr(group if dispatched else backend.python or group, name)
+    for observe in OBSERVERS:
+        collective = partial(observe, group, collective)
+    work: Work = collective(*args)
+    return work
 
 
 @lru_cache(maxsize=4096)
@@ -259,43 +265,43 @@ _TAG = 0x6777
 
 def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False) -> Pending:
     """Broadcast the root's tensor. Other ranks' `x` gives shape, dtype and device only."""
-    group, _ = callee_of(group, x)
+    call, backend = callee_of(group, x)
     at_root = group.rank() == root
     out = contiguous_copy(x) if at_root else empty_like(x)
     if x.numel() == 0:
         return done(out)
-    work = group.broadcast([flat(out)], options(dist.BroadcastOptions, blocking, root))
-    return Pending((work,), lambda: out, group)
+    work = call("broadcast", [flat(out)], options(dist.BroadcastOptions, blocking, root))
+    return Pending((work,), lambda: out, backend.python or group)
 
 
 def all_gather(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """Concatenate all ranks' rows, in rank order."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     source = dense(x)
     out = empty_rows(x, x.shape[0] * group.size() if sizes is None else sum(sizes))
     if out.numel() == 0:
         return done(out)
     direct = not _by_messages(source, group, backend)
     if direct and (sizes is None or len(set(sizes)) == 1):
-        single = getattr(group, ALL_GATHER_SINGLE)
-        work = single(flat(out), flat(source), options(AllgatherOptions, blocking))
-        return Pending((work,), lambda: out, group)
+        opts = options(AllgatherOptions, blocking)
+        work = call(ALL_GATHER_SINGLE, flat(out), flat(source), opts)
+        return Pending((work,), lambda: out, backend.python or group)
     pieces = out.chunk(group.size()) if sizes is None else out.split_with_sizes(sizes)
     if backend.gathers_uneven:
         into = [flat(piece) for piece in pieces]
-        work = group.allgather([into], [flat(source)], options(AllgatherOptions, blocking))
-        return Pending((work,), lambda: out, group)
+        work = call("allgather", [into], [flat(source)], options(AllgatherOptions, blocking))
+        return Pending((work,), lambda: out, backend.python or group)
     # A broadcast from each rank sends the same bytes. All are started before the first wait,
     # regardless of `blocking`.
     pieces[group.rank()].copy_(source)
     works = [
-        group.broadcast([flat(piece)], options(dist.BroadcastOptions, False, rank))
+        call("broadcast", [flat(piece)], options(dist.BroadcastOptions, False, rank))
         for rank, piece in enumerate(pieces)
         if piece.numel()
     ]
-    return Pending(works, lambda: out, group)
+    return Pending(works, lambda: out, backend.python or group)
 
 
 def gather(
@@ -307,7 +313,7 @@ def gather(
     blocking: bool = False,
 ) -> Pending:
     """Gather all ranks' rows on the root; other ranks get `other_rows` rows of zeros."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     out = empty_rows(x, sum(sizes)) if at_root else empty_rows(x, other_rows).zero_()
     if _nothing(x, sum(sizes)):
@@ -319,8 +325,8 @@ def gather(
         received = all_to_all(source, send, sizes if at_root else [0] * world, group, blocking)
         return received if at_root else Pending((), lambda: _after(received, out))
     into = [[flat(piece) for piece in out.split_with_sizes(sizes)]] if at_root else []
-    work = group.gather(into, [flat(source)], options(dist.GatherOptions, blocking, root))
-    return Pending((work,), lambda: out, group)
+    work = call("gather", into, [flat(source)], options(dist.GatherOptions, blocking, root))
+    return Pending((work,), lambda: out, backend.python or group)
 
 
 def _by_messages(source: Tensor, group: ProcessGroup, backend: Backend) -> bool:
@@ -339,7 +345,7 @@ def scatter(
     x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """Scatter the root's rows. On other ranks the values of `x` are not read."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
     out = empty_rows(x, rows)
@@ -350,8 +356,8 @@ def scatter(
         receive = [rows if rank == root else 0 for rank in range(world)]
         return all_to_all(source, sizes if at_root else [0] * world, receive, group, blocking)
     pieces = [[flat(piece) for piece in source.split_with_sizes(sizes)]] if at_root else []
-    work = group.scatter([flat(out)], pieces, options(dist.ScatterOptions, blocking, root))
-    return Pending((work,), lambda: out, group)
+    work = call("scatter", [flat(out)], pieces, options(dist.ScatterOptions, blocking, root))
+    return Pending((work,), lambda: out, backend.python or group)
 
 
 def all_to_all(
@@ -362,35 +368,36 @@ def all_to_all(
     blocking: bool = False,
 ) -> Pending:
     """Send rows to each rank, and receive rows from each; equal numbers without splits."""
-    group, _ = callee_of(group, x)
+    call, backend = callee_of(group, x)
     out = empty_rows(x, x.shape[0] if output_splits is None else sum(output_splits))
     if x.shape[1:].numel() == 0 or (input_splits is None and x.numel() == 0):
         return done(out)
     source = dense(x)
     splits = list(output_splits or ()), list(input_splits or ())
-    work = getattr(group, ALL_TO_ALL_SINGLE)(
-        by_rows(out), by_rows(source), *splits, options(dist.AllToAllOptions, blocking)
-    )
-    return Pending((work,), lambda: out, group)
+    opts = options(dist.AllToAllOptions, blocking)
+    work = call(ALL_TO_ALL_SINGLE, by_rows(out), by_rows(source), *splits, opts)
+    return Pending((work,), lambda: out, backend.python or group)
 
 
 def barrier(group: ProcessGroup) -> None:
     """Block until every rank has called this function."""
-    group.barrier().wait()
+    _call(group, Backend(), "barrier").wait()
 
 
 def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     """Send a tensor to one rank of the group."""
-    group, _ = callee_of(group, x)
+    call, backend = callee_of(group, x)
     source = dense(x)
-    return Pending((group.send([flat(source)], to, _TAG),), lambda: source, group)
+    return Pending(
+        (call("send", [flat(source)], to, _TAG),), lambda: source, backend.python or group
+    )
 
 
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """Receive a tensor, shaped like `shaped`, from one rank of the group."""
-    group, _ = callee_of(group, shaped)
+    call, backend = callee_of(group, shaped)
     out = empty_like(shaped)
-    return Pending((group.recv([flat(out)], source, _TAG),), lambda: out, group)
+    return Pending((call("recv", [flat(out)], source, _TAG),), lambda: out, backend.python or group)
 
 
 def _nothing(x: Tensor, rows: int) -> bool:
@@ -421,19 +428,19 @@ _OPS: dict[str, Any] = {name: getattr(dist.ReduceOp, name.upper()) for name in R
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
     """Reduce on every rank."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     if x.numel() == 0:
         return done(contiguous_copy(x))
     if not _reduces(x, op, backend):
         return _all_reduce_by_parts(x, op, group, blocking)
     buffer, op, result = _reduction_buffer(x, op, backend, group.size())
-    work = group.allreduce([buffer], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
-    return Pending((work,), result, group)
+    work = call("allreduce", [buffer], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
+    return Pending((work,), result, backend.python or group)
 
 
 def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
     """Reduce on the root; other ranks get zeros."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     at_root = group.rank() == root
     if x.numel() == 0:
         return done(contiguous_copy(x))
@@ -441,16 +448,18 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = 
         reduced = _all_reduce_by_parts(x, op, group, blocking)
         return Pending((), lambda: reduced.wait() if at_root else reduced.wait().zero_())
     buffer, op, result = _reduction_buffer(x, op, backend, group.size())
-    work = group.reduce([buffer], options(dist.ReduceOptions, blocking, root, _OPS[op]))
+    work = call("reduce", [buffer], options(dist.ReduceOptions, blocking, root, _OPS[op]))
     # Backends leave partial results in the buffers of the other ranks.
-    return Pending((work,), result if at_root else lambda: result().zero_(), group)
+    return Pending(
+        (work,), result if at_root else lambda: result().zero_(), backend.python or group
+    )
 
 
 def reduce_scatter(
     x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """Reduce, and scatter the rows of the result."""
-    group, backend = callee_of(group, x)
+    call, backend = callee_of(group, x)
     world = group.size()
     rows = x.shape[0] // world if sizes is None else sizes[group.rank()]
     if x.numel() == 0:
@@ -465,11 +474,9 @@ def reduce_scatter(
         if x.is_complex():
             buffer = (torch.view_as_real(out), torch.view_as_real(source))
         chosen = options(dist.ReduceScatterOptions, blocking, None, _OPS["sum" if scaled else op])
-        return Pending(
-            (getattr(group, REDUCE_SCATTER_SINGLE)(*buffer, chosen),),
-            lambda: _unscaled(out, x.dtype, world) if scaled else out,
-            group,
-        )
+        work = call(REDUCE_SCATTER_SINGLE, *buffer, chosen)
+        finish = (lambda: _unscaled(out, x.dtype, world)) if scaled else (lambda: out)
+        return Pending((work,), finish, backend.python or group)
     # Checked here as well, for backward: forward only moves the dtype of a gather's cotangents.
     check_computable(x, op)
     # On Gloo this takes less than half as long as its reduce_scatter. It supports every op, sums in

@@ -13,7 +13,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
-from gradwire.ddp.faults.fault_domain import wait_for_hook
 from gradwire.errors import ArgumentError
 from gradwire.hooks import group_from, name_if_group
 
@@ -105,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # float64, because float32 rounds counts from 2**24 on
         count = torch.tensor([x.numel() // x.size(1)], dtype=torch.float64, device=x.device)
-        total = _all_reduce(torch.cat([wide.sum(dims).double(), count]), group)
+        total = all_reduce(torch.cat([wide.sum(dims).double(), count]), group=group)
         number = total[-1].detach()
         if x.is_cpu and number < 2:
             raise ArgumentError(
@@ -114,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = total[:-1] / number
         centred = wide - mean.to(wide.dtype).view(shape)
-        squares = _all_reduce(centred.square().sum(dims).double(), group)
+        squares = all_reduce(centred.square().sum(dims).double(), group=group)
         self._track(mean.detach(), squares.detach() / (number - 1))
         out = centred * (squares / number + self.eps).rsqrt().to(wide.dtype).view(shape)
         if self.weight is not None:
@@ -194,12 +193,3 @@ class SyncBatchNorm(_BatchNorm):
             setattr(new, name, getattr(layer, name))
         new.training = layer.training
         return new
-
-
-def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over ranks; in both passes, after what a communication hook sends from callbacks."""
-    wait_for_hook(group)
-    total = all_reduce(x, group=group)
-    if total.requires_grad:
-        total.register_hook(lambda _: wait_for_hook(group))
-    return total

@@ -29,9 +29,16 @@ from gradwire.shm.work import Job, Queue, ShmWork, ended, without_frames
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
 """A collective: name of torch's operator, root, number of the reduce op, and tensors."""
 UNOBSERVED: Observed = ("a collective", 0, 0, ())
-Observer = Callable[[str, int, int, Sequence[Sequence[Tensor]]], None]
-"""Function called with the fields of `Observed` for each collective at submission. Groups in C++
-are observed through torch's dispatcher instead."""
+
+
+class Observer(Protocol):
+    """Observer of a group's collectives. Groups in C++ are observed by torch's dispatcher."""
+
+    def sent(self, op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
+        """Take note of a collective at its submission."""
+
+    def polled(self, work: Work) -> Work:
+        """Return the handle to use instead of a collective's own."""
 
 
 class Messages(Protocol):
@@ -88,7 +95,6 @@ class Group:
         self.recorded = RecordedGroup(self)
         # number of submitted collectives, equal on ranks that are in step
         self.submitted = 0
-        # called with each collective at its submission
         self.observer: Observer | None = None
         _GROUPS.add(self)
         _JOINED.add(self)
@@ -141,27 +147,25 @@ class Group:
         """Run a job after all jobs submitted before."""
         # the job reads `sources` and fills `tensors`, which are the value of its future
         inputs = tensors if sources is None else sources
-        entry = self._record(op, inputs, tensors, observed)
+        entry = ring.begin(self.recorded, self._count(), op, inputs, tensors)
         if any(map(Tensor.is_inference, tensors)):
             # inference mode is per thread, and needed to write inference tensors
             job = torch.inference_mode()(job)
-        return self._run_or_queue(job, tensors, opts, entry)
+        return self._run_or_queue(job, tensors, opts, entry, observed)
 
     def submit_known(
         self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
     ) -> Work:
         """Submit an all_reduce with a cached setup and the reduce op of this number."""
         if known.like is None:
-            observed = ("allreduce_", 0, number, (tensors,))
-            entry = self._record("all_reduce", tensors, tensors, observed)
+            entry = ring.begin(self.recorded, self._count(), "all_reduce", tensors, tensors)
             if entry is not None and self.recorded.named:
                 known.like = entry.copy()
         else:
             entry = ring.begin_again(known.like, self._count(), "a known all_reduce")
-            if self.observer is not None:
-                self.observer("allreduce_", 0, number, (tensors,))
         job = partial(known, kept(tensors, opts)[0])
-        return self._run_or_queue(job, tensors, opts, entry)
+        observed = ("allreduce_", 0, number, (tensors,))
+        return self._run_or_queue(job, tensors, opts, entry, observed)
 
     def _count(self) -> int:
         """Return the number of a new operation; raise if this rank can submit none."""
@@ -169,15 +173,6 @@ class Group:
         self._queue.check_not_inside()
         self.submitted += 1
         return self.submitted
-
-    def _record(
-        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], observed: Observed
-    ) -> Entry | None:
-        """Record the submission of a collective for `gradwire.recorder` and the observer."""
-        entry = ring.begin(self.recorded, self._count(), op, inputs, outputs)
-        if self.observer is not None:
-            self.observer(*observed)
-        return entry
 
     def submit_into(
         self,
@@ -199,23 +194,33 @@ class Group:
         return self.submit(job, results, opts, observed, op=op, sources=sources)
 
     def _run_or_queue(
-        self, job: Job, tensors: Sequence[Tensor], opts: Any, entry: Entry | None
+        self,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        entry: Entry | None,
+        observed: Observed,
     ) -> Work:
+        observer = self.observer
+        if observer is not None:
+            observer.sent(*observed)
         if mark := self._marks.next:
             self._marks.next = 0
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self.seconds
         wait = not opts.asyncOp
-        if wait and self._run_at_once(job, mark, seconds, entry):
+        # an observed operation is waited for by its observer, not in this thread
+        if wait and observer is None and self._run_at_once(job, mark, seconds, entry):
             return ended(tensors)
         work = ShmWork(tensors)
+        handle: Work = work if observer is None else observer.polled(work)
         try:
             self._queue.submit(partial(self._run, job, mark, seconds, entry), work)
             if wait:
-                work.wait()
+                handle.wait()
         finally:
             self._release_if_left()
-        return work
+        return handle
 
     def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> bool:
         """Run an operation in this thread; return False if others are pending in the queue."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +31,18 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwire._groups import message_device
 from gradwire._torch import is_done
-from gradwire.ddp.faults.error_channel import ErrorChannel, Handle, broadcast_options, first_failure
+from gradwire.ddp.faults.error_channel import (
+    ErrorChannel,
+    Handle,
+    PolledWork,
+    broadcast_options,
+    first_failure,
+    timeout_of,
+    wait_work,
+    waits_on_cpu,
+)
 from gradwire.ddp.faults.protocol import (
     BackwardState,
     Phase,
@@ -53,6 +65,8 @@ Entry = list[Any]
 
 A tensor is [dtype, device type, shape, sparse dims]; sparse dims is None for a dense tensor."""
 
+LOGGED = 1024
+"""Number of a group's last collectives that are kept."""
 MAX_BYTES = 1 << 36
 """Maximum size of a tensor in another rank's log, which this rank allocates to join."""
 
@@ -75,7 +89,7 @@ class CollectiveLog:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a domain must not keep its group alive
-        self._counted = 0
+        self._name, self._counted = group.group_name, 0
         self._small: list[Work] = []
         # time at which the first of `sent` was sent
         self.since = 0.0
@@ -83,9 +97,19 @@ class CollectiveLog:
         self.sent: list[tuple[int, Entry]] = []
         # collectives of communication hooks on other groups, by `key_of` the group
         self.elsewhere: dict[str, list[tuple[int, Entry]]] = {}
-        # handles of hooks' collectives, which distinguish a failure of the backend from an error of
-        # the hook
+        # handles of collectives that were not sent by a reducer: they distinguish a failure of the
+        # backend from an error of a hook
         self.works: list[Work] = []
+
+    def record(self, group: ProcessGroup, entry: Entry) -> None:
+        """Log a collective that a hook, or a function of `collectives`, has sent on any group."""
+        if group.group_name == self._name:
+            self.add(entry)
+        else:
+            with suppress(RuntimeError):  # a backend that does not count: it cannot be joined
+                sent = self.elsewhere.setdefault(key_of(group), [])
+                sent.append((sequence_number(group), entry))
+                del sent[:-LOGGED]
 
     def add(self, entry: Entry, work: Work | None = None) -> None:
         """Log a collective that was just sent; `work` is its handle if no participant keeps it."""
@@ -93,6 +117,7 @@ class CollectiveLog:
         if not self.sent:
             self.since = monotonic()
         self.sent.append((self.position(), entry))
+        del self.sent[:-LOGGED]  # without a reduced backward, nothing is forgotten
         if work is not None:
             self._small.append(work)
 
@@ -138,15 +163,23 @@ class CollectiveLog:
 
 
 class LogMode(TorchDispatchMode):
-    """Dispatch mode that logs the collectives issued by this thread, on any group."""
+    """Dispatch mode in which this thread's collectives are logged, and polled for when waited."""
 
     # Collectives that a hook's callbacks issue later, on a backend's threads, are not logged:
     # `protocol.missing` then finds a number that no log has, and the group is broken.
 
-    def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
+    def __init__(
+        self,
+        logs: Sequence[CollectiveLog],
+        poll: Callable[[], None],
+        groups: Iterable[ProcessGroup] | None = None,
+    ) -> None:
+        # of all groups by default
         super().__init__()  # type: ignore[no-untyped-call]
-        self._group, self._name, self._log = group, group.group_name, log
-        self._observed: list[Operations] = []
+        self._logs, self._poll = logs, poll
+        known = dist.distributed_c10d._world.pg_names if groups is None else groups
+        self._groups = [g for g in known if isinstance(g, ProcessGroup)]
+        self._observed: list[tuple[Operations, Any]] = []
         self._dispatches = False
 
     @classmethod
@@ -154,13 +187,13 @@ class LogMode(TorchDispatchMode):
         return False  # Dynamo's wrapper would take 7 µs of each operation of a hook
 
     def __enter__(self) -> LogMode:
-        groups = {self._group, *dist.distributed_c10d._world.pg_names}
-        members = {g: shm_backend_of(g) for g in groups if isinstance(g, ProcessGroup)}
-        for group, member in members.items():  # calls on shm groups may bypass the dispatcher
-            if member is not None:
-                member.observer = self._observer(group)
-                self._observed.append(member)
-        self._dispatches = None in members.values()
+        for group in self._groups:  # calls on shm groups may bypass the dispatcher
+            member = shm_backend_of(group)
+            if member is None:
+                self._dispatches = True
+            else:
+                self._observed.append((member, member.observer))
+                member.observer = _ShmObserver(self, group)
         if self._dispatches:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -168,37 +201,42 @@ class LogMode(TorchDispatchMode):
     def __exit__(self, *raised: object) -> None:
         if self._dispatches:
             super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        while self._observed:
-            self._observed.pop().observer = None
+        for member, observer in self._observed:  # a hook may call functions of `collectives`
+            member.observer = observer
 
-    def _observer(self, group: ProcessGroup) -> Any:
-        def observe(op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
-            self._add(group, [op, root, reduce, [[_describe(t) for t in g] for g in lists]])
+    def add(self, group: ProcessGroup, entry: Entry) -> None:
+        """Log a collective that has just been sent, or is about to be on shm."""
+        for log in self._logs:
+            log.record(group, entry)
 
-        return observe
+    def polled(self, group: ProcessGroup, work: Work, *, on_cpu: bool = True) -> Work:
+        """Return a handle whose `wait` polls."""
+        seconds = timeout_of(group)
+        wait = partial(wait_work, work, self._poll, on_cpu=on_cpu, seconds=seconds)
+        polled = PolledWork(work, wait, self._ended)
+        for log in self._logs:  # they keep it while the dispatcher has only its C++ part
+            log.works.append(polled)
+        return polled
 
-    def _add(self, group: ProcessGroup, entry: Entry) -> None:
-        if group.group_name == self._name:
-            self._log.add(entry)
-        else:
-            sent = self._log.elsewhere.setdefault(key_of(group), [])
-            sent.append((sequence_number(group), entry))
+    def _ended(self, work: Work) -> None:
+        for log in self._logs:
+            log.works = [w for w in log.works if w is not work]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._log_call(func._schema.name.removeprefix("c10d::"), args, result)
+            return self._logged(func._schema.name.removeprefix("c10d::"), args, result)
         return result
 
-    def _log_call(self, op: str, args: tuple[Any, ...], result: Any) -> None:
+    def _logged(self, op: str, args: tuple[Any, ...], result: Any) -> Any:
         at = next((i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject)), None)
-        if at is None:
-            return
+        if at is None or op in _POINT_TO_POINT:
+            return result
         group = ProcessGroup.unbox(args[at])
         if shm_backend_of(group) is not None:
-            return  # its observer has logged it
+            return result  # its observer has logged it
         root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
         if op == "alltoall_base_" and len({*args[at + 1], *args[at + 2]}) > 1:
             op = "an all_to_all of uneven parts"  # sizes differ between ranks
@@ -207,13 +245,31 @@ class LogMode(TorchDispatchMode):
         groups = [[a] if isinstance(a, Tensor) else a for a in args[:at]]
         flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
         # The reduce op cannot be read here. Gloo and NCCL do not compare it.
-        self._add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
-        for value in result if isinstance(result, tuple | list) else (result,):
+        self.add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
+        device = next((t.device for g in flat for t in g), message_device(group))
+        on_cpu = waits_on_cpu(group, device)
+        values = list(result) if isinstance(result, tuple | list) else [result]
+        for i, value in enumerate(values):
             work = Work.unbox(value) if isinstance(value, torch.ScriptObject) else None
             if work is not None:  # NCCL returns none for a blocking collective
-                self._log.works.append(work)
+                values[i] = self.polled(group, work, on_cpu=on_cpu).boxed()
+        return tuple(values) if isinstance(result, tuple | list) else values[0]
 
 
+class _ShmObserver(NamedTuple):
+    """Observer of an shm group while a `LogMode` is entered."""
+
+    mode: LogMode
+    group: ProcessGroup
+
+    def sent(self, op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
+        self.mode.add(self.group, [op, root, reduce, [[_describe(t) for t in g] for g in lists]])
+
+    def polled(self, work: Work) -> Work:
+        return self.mode.polled(self.group, work)
+
+
+_POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
 """Position of the root among the arguments of PyTorch's operators, relative to the group."""
 _REDUCTIONS = {

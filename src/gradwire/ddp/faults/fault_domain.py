@@ -28,10 +28,11 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, is_over
-from gradwire._groups import find_store
+from gradwire._groups import COMPARED_CALLS, OBSERVERS, find_store
 from gradwire.ddp.faults.collective_log import (
     UNDECIDED_TEXT,
     CollectiveLog,
+    LogMode,
     Participant,
     Participants,
     ResynchronizationRound,
@@ -90,6 +91,8 @@ class FaultDomain:
         self._deferred: DistributedError | None = None  # another rank's error, yet to be raised
         # reason that the group cannot be used again
         self.broken: str | None = None
+        # last error of another rank that was raised: a hook that waits may raise it again
+        self._raised: DistributedError | None = None
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:
@@ -200,6 +203,7 @@ class FaultDomain:
         self._round, self._positions, self._diverged = None, done.positions, done.diverged
         self.log.clear()
         self.hook_future = None
+        COMPARED_CALLS.clear()  # ranks that failed have compared fewer
         if (error := done.error()) is None:
             return
         self._deferred = error
@@ -253,6 +257,8 @@ class FaultDomain:
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
         """Raise the failure of the group that made a hook fail, or else the hook's own error."""
+        if error is self._raised:
+            raise error
         self.raise_hidden(what, error)
         if isinstance(error, DistributedError):
             self.fail(error)
@@ -324,7 +330,8 @@ class FaultDomain:
     def raise_deferred(self) -> None:
         """Raise the error reported by another rank, or the reason that the group is broken."""
         if self._deferred is not None:
-            error, self._deferred = self._deferred, None
+            self._raised = error = self._deferred
+            self._deferred = None
             if self.broken is None:
                 self.participants.start_over()
             else:
@@ -357,6 +364,45 @@ class FaultDomain:
         """Call `poll` only if an error is already known on this rank, to save time without one."""
         if not self._no_error_pending:
             self.poll(waiter)
+
+
+def _live(group: ProcessGroup) -> list[FaultDomain]:
+    """Return the domains whose errors a collective on a group may raise."""
+    own = _DOMAINS.get(group)
+    domains = list(_DOMAINS.values())
+    return [d for d in domains if d is own or d.broken is None or d._deferred is not None]
+
+
+def poll_all(group: ProcessGroup) -> None:
+    """Complete resynchronizations, and raise their errors. Called by waits of no reducer."""
+    _resynchronize_all()
+    for domain in _live(group):
+        if domain._no_error_pending:
+            domain._look(domain.channel.death)
+        domain.raise_deferred()
+
+
+def _observe(group: ProcessGroup, collective: Callable[..., Work], *args: Any) -> Work:
+    """Call a collective of `gradwire.collectives`, as the reducers' own ones are called."""
+    # if an exception ended a backward here, it would meet a bucket that other ranks wait in. It may
+    # be on another group than the reducers': a rank that waits in it must learn of their errors
+    domains = _live(group)
+    if not domains:
+        return collective(*args)
+    poll, own = partial(poll_all, group), _DOMAINS.get(group, domains[0])
+    with own.lock:
+        for domain in domains:
+            domain.before_others()
+        hook = own.hook_future if own._group() is group else None
+        # in backward, callbacks of a hook may still send: that must come first on all ranks
+        in_backward = torch._C._current_graph_task_id() != -1
+        if hook and in_backward and (late := wait_future(hook, poll, own.seconds)):
+            own.give_up(own.translate(late, "a communication hook"), late)
+        with LogMode([d.log for d in domains], poll, [group]):
+            return collective(*args)
+
+
+OBSERVERS.append(_observe)
 
 
 def _resynchronize_all() -> None:
@@ -402,14 +448,3 @@ def wait_for_message(
         if domain.broken is None:
             domain.give_up(failure, failure.__cause__)
         raise
-
-
-def wait_for_hook(group: ProcessGroup) -> None:
-    """Wait for the communication hook that may still send messages in the group from callbacks."""
-    # so that messages after this call follow the hook's on all ranks
-    domain = FaultDomain.known(group)
-    if domain is None or domain.hook_future is None:
-        return
-    poll = partial(domain.poll_lost, look=True)
-    if late := wait_future(domain.hook_future, poll, domain.seconds):
-        domain.give_up(domain.translate(late, "a communication hook"), late)

@@ -100,7 +100,7 @@ class Launcher:
         elif isinstance(bucket, SparseBucket):
             total = bucket.total
             total.pack(bucket.flat)
-            with LogMode(self._group, self._domain.log):
+            with LogMode([self._domain.log], self._poll):
                 works = [total.send()]
             self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
@@ -121,7 +121,7 @@ class Launcher:
             index, bucket.flat, bucket.parameters, is_last=is_last, names=names, like=like
         )
         try:
-            with LogMode(self._group, self._domain.log):
+            with LogMode([self._domain.log], self._poll):
                 future = as_future(self.hook.run_hook(grad_bucket), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
@@ -147,7 +147,7 @@ class Launcher:
             if total is None or launched.complete:
                 continue
             self._wait(launched)
-            with LogMode(self._group, self._domain.log):
+            with LogMode([self._domain.log], self._poll):
                 work = total.send_rest()
             if work is not None:
                 launched.works = [*launched.works, work]
@@ -190,7 +190,7 @@ class Launcher:
             return
         before = self._domain.log.counts()
         try:
-            with LogMode(self._group, self._domain.log):
+            with LogMode([self._domain.log], self._poll):
                 self.hook.committed()
         except BaseException as error:
             if isinstance(error, Exception):
