@@ -83,6 +83,27 @@ def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing
             assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
 
 
+def late_after_a_timeout():
+    """Rank 1 gives up before the others begin, which a longer timeout would let wait."""
+    rank = dist.get_rank()
+    dist.barrier()
+    time.sleep(0 if rank == 1 else 1.5)
+    started = time.monotonic()
+    options = gradwire.shm.Options(host=f"host {rank // 2}")
+    with pytest.raises((CollectiveTimeoutError, PeerFailedError), match="did not join") as caught:
+        dist.new_group(
+            backend="shm", timeout=timedelta(seconds=0.5 if rank == 1 else 60), pg_options=options
+        )
+    assert time.monotonic() - started < SOON_S
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_gave_up_keeps_none_waiting():
+    failed = PeerFailedError.__name__
+    expected = [failed, CollectiveTimeoutError.__name__, failed]
+    assert run_ranks(late_after_a_timeout, 3, backend="gloo", timeout=30) == expected
+
+
 @pytest.mark.on_ranks(2)
 def test_a_timeout_of_zero_is_refused():
     with pytest.raises(ArgumentError, match="timeout is 0:00:00"):

@@ -28,7 +28,7 @@ from gradwire.shm.engine import Options, Transport
 from gradwire.shm.operations import Operations
 from gradwire.shm.point_to_point import EngineMessages
 from gradwire.shm.process_group import ShmBackend, ShmProcessGroup, join
-from gradwire.shm.rendezvous import Forming, Teams, connect_all, report_failure
+from gradwire.shm.rendezvous import Forming, Teams, connect_all
 from gradwire.shm.semaphores import has_semaphores
 from gradwire.shm.shm_group import Parts
 from gradwire.shm.work import ThreadQueue
@@ -219,13 +219,12 @@ def _form_group(
         opts.asyncOp = False
         group.barrier(opts)  # raises if a rank failed meanwhile: it has closed its connections
     except Exception as error:
-        report_failure(store, rank, error)
         if group is not None:
             group.shutdown()
         if isinstance(error, OSError) and not isinstance(error, DistributedError):
             raise DistributedError(
-                f"rank {rank} could not form the group: {error}; raise the process's limits, or "
-                "use the gloo backend"
+                f"shared memory cannot be set up: {error}; raise the process's limits, or use the "
+                "gloo backend"
             ) from error
         raise
     return group

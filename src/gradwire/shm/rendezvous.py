@@ -59,11 +59,14 @@ class Forming:
     def __enter__(self) -> Forming:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if kind is not None and issubclass(kind, MismatchError):
-            sleep(_LINGER_S)  # ranks that wait for this one still find its claim
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._claim["forming"] = False
         with suppress(dist.DistError):  # the store may be gone
+            if error is not None:  # raised by `connect_all` of the others, which wait for this rank
+                for step in ("address", "reached"):
+                    self.store.set(f"{step}/{self._rank}", _FAILED.decode() + str(error))
+            if isinstance(error, MismatchError):
+                sleep(_LINGER_S)  # ranks that wait for this one still find its claim
             self._publish()
 
     def all_available(self, available: bool, timeout: timedelta) -> bool:
@@ -116,12 +119,6 @@ _NO_GREETING = None, 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, from SO_PEERCRED
 
 
-def report_failure(store: Store, rank: int, reason: Exception) -> None:
-    """Have all ranks raise this rank's error in `connect_all`, instead of waiting for it."""
-    for step in ("address", "reached"):
-        store.set(f"{step}/{rank}", _FAILED.decode() + str(reason))
-
-
 def connect_all(
     store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
 ) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
@@ -133,12 +130,14 @@ def connect_all(
         # an OSError is a system limit that was reached, such as that on open files
         with Listener() as listener:
             store.set(f"address/{rank}", listener.name + label.decode())
-            for lower, address in enumerate(values_of_ranks(store, "address", rank, _JOIN)):
+            addresses = values_of_ranks(store, "address", rank, _JOIN, timeout=timeout)
+            for lower, address in enumerate(addresses):
                 name, _, of_host = address.partition(b"/")
                 if b"/" + of_host == label and (found := _connect_to(name, identity, rank)):
                     peers[lower] = found
             store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
-            teams = find_teams(_reached(store, size))
+            answers = values_of_ranks(store, "reached", size, _JOIN, timeout=timeout)
+            teams = find_teams([_reached(*pair) for pair in enumerate(answers)])
             own = next(team for team in teams if rank in team)
             for lower in peers.keys() - set(own):
                 peers.pop(lower).close()
@@ -157,14 +156,12 @@ def connect_all(
         ) from error
 
 
-def _reached(store: Store, size: int) -> list[list[int]]:
-    """Return the lower ranks to which each rank connected."""
-    answers = values_of_ranks(store, "reached", size, _JOIN)
-    for rank, answer in enumerate(answers):
-        if answer.startswith(_FAILED):
-            reason = answer.removeprefix(_FAILED).decode(errors="replace")
-            raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
-    return [[] if answer == b"none" else [*map(int, answer.split(b","))] for answer in answers]
+def _reached(rank: int, answer: bytes) -> list[int]:
+    """Return the lower ranks to which a rank connected."""
+    if answer.startswith(_FAILED):
+        reason = answer.removeprefix(_FAILED).decode(errors="replace")
+        raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
+    return [] if answer == b"none" else [*map(int, answer.split(b","))]
 
 
 class Listener:
