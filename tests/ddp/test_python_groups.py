@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions, BarrierOptions
 
@@ -59,16 +60,55 @@ def test_ddp_on_a_group_written_in_python():
     assert run_ranks(trained, 2, backend="gloo", timeout=60) == [([[1.5, 1.5]], 2.0)] * 2
 
 
-def trained_without_store():
-    group = Wrapped(dist.new_group(backend="gloo"))
+class HandleOfFuture(dist.Work):
+    """Handle of a future, with a `wait` that ignores its argument, which it requires."""
+
+    def __init__(self, future):
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout):
+        self._future.wait()
+        return True
+
+    def get_future(self):
+        return self._future
+
+
+class WithHandles(Wrapped):
+    """A group with handles of its own kind."""
+
+    def __init__(self, inner, handle):
+        super().__init__(inner)
+        self._handle = handle
+
+    def allreduce(self, tensors, opts=None):
+        return self._handle(super().allreduce(tensors, opts).get_future())
+
+    def allgather(self, outputs, inputs, opts=None):
+        return self._handle(super().allgather(outputs, inputs, opts).get_future())
+
+    def broadcast(self, tensors, opts=None):
+        return self._handle(super().broadcast(tensors, opts).get_future())
+
+
+def trained_without_store(handle):
+    from gradwire.compat.ddp import DistributedDataParallel
+
+    inner = dist.new_group(backend="gloo")
+    # PyTorch's handle of a future refuses a timeout
+    handles = {"python": HandleOfFuture, "future": _create_work_from_future}
+    group = WithHandles(inner, handles[handle]) if handle else Wrapped(inner)
     net = nn.Linear(2, 1, bias=False)
     with pytest.warns(UserWarning, match="no store"):
         model = DistributedDataParallel(net, process_group=group)
     for _ in range(3):
         model.zero_grad()
         model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
-    return net.weight.grad.tolist()
+    return net.weight.grad.tolist(), model._get_ddp_logging_data()["backend_name"]
 
 
-def test_ddp_on_a_group_without_a_store():
-    assert run_ranks(trained_without_store, 2, backend="gloo", timeout=60) == [[[1.5, 1.5]]] * 2
+@pytest.mark.parametrize("handle", [None, "python", "future"])
+def test_ddp_on_a_group_without_a_store(handle):
+    found = run_ranks(trained_without_store, 2, backend="gloo", timeout=60, args=(handle,))
+    assert found == [([[1.5, 1.5]], "wrapped")] * 2

@@ -280,7 +280,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
             "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(self.process_group),
+            "backend_name": self.process_group.name(),
             "iteration": max(0, data.steps - 1),
             "broadcast_buffers": int(self.broadcast_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),

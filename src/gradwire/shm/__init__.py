@@ -10,6 +10,7 @@ from gradwire.shm.register import shm_backend_of as shm_backend_of
 from gradwire.shm.rendezvous import Listener as Listener
 from gradwire.shm.rendezvous import connect_by_name as connect_by_name
 from gradwire.shm.rendezvous import report_absent as report_absent
+from gradwire.shm.work import ShmWork as ShmWork
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = ["Options", "empty", "is_available", "register", "shares_memory", "teams"]

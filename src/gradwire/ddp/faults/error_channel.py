@@ -27,7 +27,7 @@ from gradwire._processes import is_alive, this_process
 from gradwire._torch import is_done
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.recorder import record_error
-from gradwire.shm import shm_backend_of
+from gradwire.shm import ShmWork, shm_backend_of
 
 
 def broadcast_options(root: int) -> BroadcastOptions:
@@ -85,7 +85,7 @@ Handle: TypeAlias = "Work | torch._C.Future[Any]"
 def failure_of(work: Work) -> BaseException | None:
     """Return the error of a work handle that has ended, or None."""
     try:
-        work.wait(timedelta(seconds=1))
+        work.wait(timedelta(0))  # none: some take no other, some need an argument
     except RuntimeError as error:
         return error
     return None
@@ -96,25 +96,26 @@ def wait_work(
 ) -> BaseException | None:
     """Wait for a work handle, or let the current stream wait; return the backend's error."""
     if not on_cpu:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            return error
-        return None
+        return failure_of(work)
+    # The handles of some groups written in Python ignore the timeout of `wait`, or refuse it.
+    has_timeout = isinstance(work, ShmWork) or type(work).get_future is Work.get_future
     deadline = time.monotonic() + seconds + GRACE_SECONDS
-    while True:
+    while has_timeout:
+        began = time.monotonic()
         try:
             work.wait(timedelta(seconds=POLL_SECONDS))
             return None
         except RuntimeError:
             if is_done(work):  # failed, or ended just after the interval
                 return failure_of(work)
+            has_timeout = time.monotonic() > began + POLL_SECONDS / 2
         # its exceptions are propagated
         poll()
         if time.monotonic() > deadline:
             return CollectiveTimeoutError(
                 f"not done {GRACE_SECONDS:g} s after the timeout of {seconds:g} s"
             )
+    return wait_future(work.get_future(), poll, seconds) or failure_of(work)
 
 
 class PolledWork(Work):
