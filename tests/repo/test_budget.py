@@ -30,7 +30,7 @@ BUDGET = {  # package: (code lines, files)
     "hooks": (916, 7),
     "local_sgd": (500, 3),
     "recorder": (3991, 20),
-    "shm": (4601, 22),
+    "shm": (4598, 22),
     "testing": (805, 5),
 }
 NO_CODE = {

@@ -102,16 +102,15 @@ def write_mark(buffer: memoryview, mark: int) -> None:
     struct.pack_into("<q", buffer, _MARK, mark)
 
 
-def read(buffer: memoryview) -> tuple[Call, Location]:
-    """Return the call and the location in a header."""
-    kind, dtype, op, root, numel, checksum, _, count, *location = _FIXED.unpack_from(buffer)
+def read(buffer: memoryview) -> Call:
+    """Return the call in a header."""
+    kind, dtype, op, root, numel, checksum, _, count, *_ = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
-    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
-    return call, Location._make(location)
+    return Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
 
 
 def location_of(buffer: memoryview) -> Location:
-    """Return the location in a header; faster than `read`."""
+    """Return the location in a header."""
     return Location._make(_LOCATION.unpack_from(buffer, _LOCATION_AT))
 
 
@@ -121,14 +120,14 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
     own = headers[rank][:COMPARED_BYTES]
     if any(header[:COMPARED_BYTES] != own for header in headers):
         marks = [struct.unpack_from("<q", header, _MARK)[0] for header in headers]
-        calls = [read(header)[0] for header in headers]
+        calls = [read(header) for header in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
         if not same or (all(marks) and len(set(marks)) > 1):
             # do not name the error: its traceback refers to this frame, which would refer to it
             kind = CheckedMismatchError if all(mark & 1 for mark in marks) else MismatchError
             raise kind(*_mismatch(calls))
     if tables:
-        check_tables([read(header)[0] for header in headers])
+        check_tables([read(header) for header in headers])
 
 
 def _mismatch(calls: Sequence[Call]) -> tuple[str, Sequence[object]]:

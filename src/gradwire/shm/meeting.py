@@ -93,10 +93,8 @@ class GroupState:
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self.links.receive = self._receive
-        self.report_failure, self.close_in_child = (
-            self.links.report_failure,
-            self.links.close_in_child,
-        )
+        self.report_failure = self.links.report_failure
+        self.close_in_child = self.links.close_in_child
         # handler of messages that do not concern regions; see `receive` of `Links`
         self.other: Receive = lambda peer, message: None
         self._regions = Regions(self.links)
@@ -240,9 +238,8 @@ class GroupState:
     def close(self) -> None:
         """Leave the group."""
         self.links.close()
-        kept_views = (self._headers, self._compared, self._tables, self._inline)
-        for kept in (*kept_views, self._views):
-            kept.clear()
+        for views in (self._headers, self._compared, self._tables, self._inline, self._views):
+            views.clear()
         self._placement.close()
         self._regions.close()
         self._staging.clear()

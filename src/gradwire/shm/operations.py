@@ -50,15 +50,6 @@ from gradwire.shm.tensors import (
 # mypy: disable-error-code="override,assignment"
 
 
-_AWAITING = (
-    *("broadcast", "allreduce", "allreduce_sparse", "reduce", "allgather", "all_gather_single"),
-    *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "send", "recv"),
-    *("recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"),
-    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"),
-)
-
-
 def _awaited(value: Any) -> Any:
     """Return a tensor, or nested lists of tensors, after waiting for pending results."""
     if isinstance(value, list):
@@ -84,8 +75,9 @@ def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_awaited_tensors(cls: type[Any]) -> type[Any]:
-    for name in _AWAITING:
-        setattr(cls, name, _awaiting(getattr(cls, name)))
+    for name, method in list(vars(cls).items()):
+        if not name.startswith("_") or name.endswith("_base"):
+            setattr(cls, name, _awaiting(method))
     return cls
 
 

@@ -38,11 +38,10 @@ OPS: dict[int, Callable[..., Tensor]] = {
 
 SUM = number_of(ReduceOp.SUM)
 _AVG = number_of(ReduceOp.AVG)
-_LINEAR = {SUM, _AVG}
-_ROUNDING = {*_LINEAR, number_of(ReduceOp.PRODUCT)}
 _BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
 _ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
 _PRODUCT = number_of(ReduceOp.PRODUCT)
+_ROUNDING = {SUM, _AVG, _PRODUCT}
 _WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # few of torch's ops support them
 HALF = {torch.float16, torch.bfloat16}
 

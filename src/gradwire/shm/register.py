@@ -292,7 +292,9 @@ def with_shm(backend: str) -> str:
     by_device = dict(asked.get_device_backend_map())
     if by_device.pop("cpu", None) != Backend.GLOO:
         return backend
-    others = {d: name for d, name in by_device.items() if name != Backend.GLOO or _exists(d)}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    own = accelerator and accelerator.type
+    others = {d: name for d, name in by_device.items() if name != Backend.GLOO or d == own}
     if not others:
         return "shm"
     if PYTHON_BACKENDS:
@@ -303,10 +305,3 @@ def with_shm(backend: str) -> str:
         stacklevel=4,
     )
     return backend
-
-
-def _exists(device: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return (
-        accelerator is not None and accelerator.type == device and torch.accelerator.is_available()
-    )

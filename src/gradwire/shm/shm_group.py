@@ -206,6 +206,8 @@ class Group:
             observer.sent(*observed)
         if mark := self._marks.next:
             self._marks.next = 0
+        if torch._C._len_torch_dispatch_stack():
+            job = _outside_modes(job, tensors)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self.seconds
         wait = not opts.asyncOp
@@ -342,6 +344,21 @@ class Group:
         # parts of a group refer to each other: without this, rings would stay until garbage is
         # collected
         self.messages.close()
+
+
+def _outside_modes(job: Job, tensors: Sequence[Tensor]) -> Job:
+    """Return a job that modes of `__torch_dispatch__` do not see, as in the group's thread."""
+    # They see a write to each of its tensors: allow_mutation_on_saved_tensors keeps the values.
+    for tensor in tensors:
+        if tensor.layout == torch.strided and not tensor.is_inference():
+            with torch.no_grad():
+                tensor.copy_(tensor)
+
+    def run() -> None:
+        with torch._C._DisableTorchDispatch():
+            job()
+
+    return run
 
 
 def _at_exit() -> None:
