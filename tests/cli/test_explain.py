@@ -158,6 +158,25 @@ def test_color_only_on_request(tmp_path, monkeypatch):
         assert ("\x1b[36m" in captured.get()) == coloured, captured.get()
 
 
+def test_many_ranks_are_told_in_a_few_lines(tmp_path):
+    """One line says why torchrun's block names another rank."""
+    from rich.console import Console
+
+    from gradwire.cli.explain import show_verdict
+    from gradwire.recorder.verdict import explain
+
+    calls = [[entry(1), entry(2), entry(3, line=n, done=False)] for n in range(64)]
+    write(tmp_path, *calls[:7], calls[7][:2], *calls[8:])
+    console = Console(highlight=False, width=40)
+    with console.capture() as captured:
+        show_verdict(console, explain(tmp_path), torchruns=0)
+    first, rest = captured.get().splitlines()[:4], captured.get().splitlines()[4:]
+    assert [line.split()[0] for line in first] == ["Who", "Where", "Why", "Do"]
+    assert "ranks 0 to 6 and 8 to 63 wait" in first[2]
+    assert rest[0].startswith("  torchrun's block above names rank 0, whose process ended first")
+    assert len(rest) <= 10
+
+
 def damage(data: bytes, seed: int) -> bytes:
     """Return truncated or altered bytes."""
     draw = random.Random(seed)

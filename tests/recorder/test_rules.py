@@ -333,6 +333,16 @@ def test_error_after_others_gave_up_is_no_cause(run):
     run.says(Kind.MISSING, (1,), "train.py:44 in save")
 
 
+def test_wait_that_ended_long_ago_was_handled(run):
+    """All ranks made more calls together since."""
+    run = run(2)
+    more = [call(n, n + 10) for n in range(5, 8)]
+    run.rank(0, [*STEPS, call(4, 4), *more], [error(9, "CollectiveTimeoutError")])
+    own = error(18, "KeyError", raised=True)
+    run.rank(1, [*STEPS, call(4, 9.1), *more], [own], taken=18.1)
+    run.says(Kind.ERROR, (1,))
+
+
 def test_process_that_was_continued_is_not_stopped(run):
     run = run(2)
     run.rank(0, STEPS, taken=4, peers={1: "stopped"})

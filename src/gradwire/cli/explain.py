@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,6 @@ Examples:
     gradwire run --nproc-per-node 4 --recorder dumps train.py
     gradwire explain dumps
     gradwire explain /tmp --prefix nccl_trace_rank_    # dumps of PyTorch's flight recorder
-    gradwire explain dumps --json | jq .findings[0].ranks
 """
 
 
@@ -78,7 +78,7 @@ def _explain(directory: Path, prefix: str | None, as_json: bool, *, live: bool =
 
     verdict = explain_dumps(directory, prefix, live=live)
     if as_json:
-        click.echo(json.dumps(verdict.as_dict(), indent=2))
+        click.echo(json.dumps(asdict(verdict), indent=2))
     else:
         show_verdict(Console(highlight=False), verdict)
     return 0 if verdict.healthy else _FOUND

@@ -83,17 +83,11 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it refers to {module}.{name}; dumps contain plain data only")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it has a persistent ID; dumps contain plain data only")
-
 
 def loads(data: bytes) -> dict[str, Any]:
     """Load a dump from bytes; raise `ArgumentError` if they are none."""
     try:
-        # a bytearray that cannot be allocated makes C code print an error
-        silent = contextlib.redirect_stderr(io.StringIO())
-        with _limited_memory(_SPARE_BYTES + _BYTES_PER_BYTE * len(data)), silent:
-            found = _PlainUnpickler(io.BytesIO(data)).load()
+        found = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged pickles raise errors of any type
         raise ArgumentError(f"not a dump of a flight recorder: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries", []), list):
@@ -102,12 +96,13 @@ def loads(data: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _limited_memory(nbytes: int) -> Iterator[None]:
+def _limited_memory(size: int) -> Iterator[None]:
     """Limit this process's memory: the unpickler allocates what a damaged file asks for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # not Linux
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
+        limit = pages * resource.getpagesize() + _SPARE_BYTES + _BYTES_PER_BYTE * size
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
@@ -119,7 +114,9 @@ def load(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
         raise ArgumentError(f"{path} has {path.stat().st_size} bytes: not a flight recorder dump")
     try:
-        return loads(path.read_bytes())
+        # a bytearray that cannot be allocated makes C code print an error
+        with _limited_memory(path.stat().st_size), contextlib.redirect_stderr(io.StringIO()):
+            return loads(path.read_bytes())
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from error
 

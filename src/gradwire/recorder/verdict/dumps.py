@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -230,7 +231,8 @@ class Dumps:
     starts: list[Start] = field(default_factory=list)
     # ranks whose dumps cannot be read
     damaged: list[int] = field(default_factory=list)
-    _numbered: dict[str, dict[int, dict[int, Call]]] = field(default_factory=dict)
+    # results of `calls`; cleared when they change
+    numbered: dict[str, dict[int, dict[int, Call]]] = field(default_factory=dict)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
         """Return True if times of ranks are comparable; assumed for dumps of torch's recorder."""
@@ -238,13 +240,13 @@ class Dumps:
 
     def calls(self, group: str) -> dict[int, dict[int, Call]]:
         """Return a group's collectives by number and rank."""
-        if group not in self._numbered:
+        if group not in self.numbered:
             found: dict[int, dict[int, Call]] = {}
             for rank, dump in self.ranks.items():
                 for call in dump.calls.get(group, ()):
                     found.setdefault(call.number, {})[rank] = call
-            self._numbered[group] = dict(sorted(found.items()))
-        return self._numbered[group]
+            self.numbered[group] = dict(sorted(found.items()))
+        return self.numbered[group]
 
 
 # -- the directory -------------------------------------------------------------------------------
@@ -288,12 +290,15 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
 def _checked(path: Path) -> RankDump:
     """Load a dump and check it on its own, so that a damaged one does not hide the others."""
     record = load(path)
+    gc.disable()  # objects of dumps live until the end
     try:
         return _rank(record)
     except Exception as error:  # damaged dumps raise errors of any type, such as OverflowError
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        gc.enable()
 
 
 def _combined(ranks: dict[int, RankDump]) -> Dumps:

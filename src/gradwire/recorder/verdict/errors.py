@@ -242,8 +242,6 @@ def _for_error(event: ErrorRecord) -> tuple[str, ...]:
         return "follow the advice in the message", f"it names the parameters {names}"
     if event.type in ("ImportError", "ModuleNotFoundError"):
         return ("install the package where this rank runs: all ranks need one environment",)
-    if event.type in ("PicklingError", "PickleError"):
-        return ("send only objects that pickle can handle: no lambdas, local classes, open files",)
     return ("fix that line: the other ranks' errors follow from it",)
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from gradwire._processes import ENDED
 from gradwire.recorder.files import ErrorRecord
@@ -29,9 +28,8 @@ TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barr
 _BEATS_NS = 700_000_000  # a living process has written a beat in this time, on a busy machine
 _SECONDARY = {"CollectiveTimeoutError", "PeerFailedError", "PeerLostError", "BrokenGroupError"}
 _SECONDARY |= {"DistBackendError", "DistNetworkError", "DistStoreError", "CheckedMismatchError"}
-_SECONDARY |= {"KeyboardInterrupt", "SIGTERMException"}
-_SECONDARY |= {"MismatchError"}  # the recorded calls show more
-"""Errors caused by other ranks' failures."""
+_SECONDARY |= {"KeyboardInterrupt", "MismatchError", "SIGTERMException"}
+"""Errors caused by other ranks' failures, or of which the recorded calls show more."""
 _TOLD = {"BrokenGroupError", "CheckedMismatchError", "MismatchError", "PeerFailedError"}
 _TOLD |= {"PeerLostError"}
 """Errors among them that end a wait before its time is up."""
@@ -124,10 +122,6 @@ class Verdict:
         """True if nothing failed; a rank may still be slow."""
         calm = (Kind.NOTHING, Kind.SLOW_RANK, Kind.SLOW_TRANSFER)
         return all(finding.kind in calm for finding in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dict that JSON can represent."""
-        return asdict(self)
 
 
 # -- words ---------------------------------------------------------------------------------------
@@ -341,10 +335,23 @@ class Evidence:
             self._return_to_that_time(rank, dump)
         for rank, dump in dumps.ranks.items():
             self._reopen_last(rank, dump)
+        dumps.numbered.clear()
 
     def _first_timeout(self) -> int:
-        dumps = self.dumps
-        events = [(e.time, r, e) for r, dump in dumps.ranks.items() for e in dump.events]
+        dumps, together = self.dumps, [0, 0]
+        for group, ranks in dumps.groups.items():
+            common = (
+                of.values() for of in dumps.calls(group).values() if len(of) == len(ranks) > 1
+            )
+            together += [min(map(_created, calls)) for calls in common]
+        # an error after which all ranks made two more calls together was handled
+        handled = sorted(together)[-2]
+        events = [
+            (e.time, r, e)
+            for r, dump in dumps.ranks.items()
+            for e in dump.events
+            if e.time > handled or e.kind == "thread"
+        ]
         if len(self.interrupted) > 1:  # by Ctrl-C, which ends waits and everything else at once
             events = [each for each in events if not was_interrupted(each[2])]
         if not events or not dumps.same_clock(dumps.ranks):
@@ -365,17 +372,14 @@ class Evidence:
         before = [c for c in calls if c.created < event.time and c.place in lines]
         last = max(before, key=_created, default=None)
         if not event.waited and not types & _SECONDARY:  # from backward, of an operator or Gloo
-            dumps = self.dumps.ranks.values()
-            if last is None or all(self._made(dump, last, event.time) for dump in dumps):
+            if last is None:
+                return False
+            of = self.dumps.calls(last.group)[last.number].values()
+            made = [call for call in of if call.op == last.op and call.created < event.time]
+            if len(made) == len(self.dumps.groups[last.group]):
                 return False
         began = last.created if last is not None else event.since
         return bool(began) and event.time - began > LONG_NS
-
-    def _made(self, dump: RankDump, like: Call, before: int) -> bool:
-        calls = dump.calls.get(like.group, ())
-        return any(
-            c.number == like.number and c.op == like.op and c.created < before for c in calls
-        )
 
     def _return_to_that_time(self, rank: int, dump: RankDump) -> None:
         """Undo what a rank did after `gave_up`."""
@@ -437,7 +441,7 @@ class Evidence:
         if event.time > self.gave_up:
             return False
         if event.type == "KeyboardInterrupt":
-            return was_interrupted(event) and self.interrupted == [rank]
+            return self.interrupted == [rank] and not self._waited_long(rank, event)
         if types & _SECONDARY or event.kind == "thread":
             return False
         if self._follows_a_wait(rank, event):
@@ -446,11 +450,10 @@ class Evidence:
             return not event.waited
         # Gloo raises plain RuntimeErrors in C++, as operators, argument checks, and the comparison
         # of models do: it is none of Gloo's if nothing had happened that Gloo would report
-        known = event.since and event.time - event.since < LONG_NS  # its time was not up
-        if event.waited and (
-            self.dumps.ranks[rank].pending or (event.call in _UNRECORDED and not known)
-        ):
-            return False
+        if event.waited and (self.dumps.ranks[rank].pending or event.call in _UNRECORDED):
+            forms = event.call in ("init_process_group", "new_group") and event.since
+            if not forms or event.time - event.since > LONG_NS:  # else, its time was not up
+                return False
         return not self._is_explained(rank, event)
 
     def _is_explained(self, rank: int, event: ErrorRecord) -> bool:
@@ -497,7 +500,8 @@ class Evidence:
     def last_error(self, rank: int) -> str:
         """Describe a rank's last error."""
         event = self.dumps.ranks[rank].events[-1]
-        return f"{event.type}{at_line(event.lines)}: {event.text(300)}"
+        text = f": {event.text(300)}" if event.message else ""
+        return f"{event.type}{at_line(event.lines)}{text}"
 
     def consequences(self, culprits: Sequence[int]) -> list[str]:
         """Describe the consequences on other ranks."""

@@ -50,8 +50,7 @@ WAITS: dict[str, _Find] = {
 
 _SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.NOTHING, Kind.START)
 """Kinds that are a verdict without naming a rank."""
-_SURENESS = [CERTAIN, LIKELY, UNCLEAR]
-_SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.SKIPPED, Kind.STOPPED)
+_SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE, Kind.STOPPED)
 """Kinds whose consequences on the other ranks are told."""
 _LEFT_OUT = (Kind.FINISHED, Kind.MISSING, Kind.MISMATCH, Kind.SKIPPED)
 """Kinds that a swallowed error, or another line before, may explain."""
@@ -60,7 +59,7 @@ _LEFT_OUT = (Kind.FINISHED, Kind.MISSING, Kind.MISMATCH, Kind.SKIPPED)
 def find_failures(evidence: Evidence) -> list[Finding]:
     """Return the findings about a failure, the cause first; empty if nothing failed."""
     causes = _apply(CAUSES, evidence)
-    causes.sort(key=lambda finding: (_SURENESS.index(finding.confidence), finding.time))
+    causes.sort(key=lambda each: ([CERTAIN, LIKELY, UNCLEAR].index(each.confidence), each.time))
     if causes and causes[0].confidence == CERTAIN:
         causes = [finding for finding in causes if finding.confidence == CERTAIN]
     if causes and not causes[0].ranks and causes[0].kind == Kind.MISMATCH:
@@ -90,7 +89,7 @@ def _with_circumstances(finding: Finding, evidence: Evidence) -> Finding:
     """Add what happened to the others, where the ranks first differed, and swallowed errors."""
     details, places, remedies = [*finding.details], [*finding.places], finding.remedies
     if finding.ranks and finding.kind in _SPREADS:
-        details += evidence.consequences(() if finding.kind == Kind.SKIPPED else finding.ranks)
+        details += evidence.consequences(finding.ranks)
     if finding.ranks and finding.kind in _LEFT_OUT:
         found = evidence.first_other_line(finding.ranks)
         if found is not None and found[0].place not in places:
@@ -130,17 +129,13 @@ def _find_unclear(evidence: Evidence) -> Finding | None:
     compared = bool(last) and all(event.type == "MismatchError" for event in last)
     # C++ code of torch raises a plain error on all ranks in one line when it compares their models
     alike = {(event.type, event.call, str(event.lines[:1])) for event in last}
-    if len(failed) == len(dumps.world) > 1 and evidence.gave_up == NEVER and len(alike) == 1:
-        compared |= not last[0].call
-    remedies = ["look at the first error in the ranks' logs"]
-    last_calls = [of[-1] for dump in dumps.ranks.values() for of in dump.calls.values()]
-    if any(call.done and not call.ended for call in last_calls):
-        remedies.append("run it again on shm, which records where each call begins and ends")
+    all_failed = len(failed) == len(dumps.world) > 1 and evidence.gave_up == NEVER
+    compared |= all_failed and len(alike) == 1 and not last[0].call
     return Finding(
         Kind.MISMATCH if compared else Kind.UNCLEAR,
         (),
         last[0].text() if compared else summary,
-        remedies,
+        ("look at the first error in the ranks' logs",),
         _where_all_were(evidence, failed),
         unique([place for event in last for place in place_of(event.lines)][:3]),
         rule="unclear",

@@ -178,22 +178,21 @@ def find_elsewhere(evidence: Evidence) -> Finding | None:
 
 
 def _alone(evidence: Evidence) -> Finding | None:
-    """Find ranks that wait for no other, while all others wait in one call, or until they fail."""
+    """Find the rank that waits for no other, while all others wait in one call or have given up."""
     dumps, stands = evidence.dumps, evidence.standings
     there = {rank: at for rank, at in stands.items() if at is not None}
     away = [rank for rank in stands if rank not in there]
-    if not there or not away or len(stands) < len(dumps.world):
+    if len(away) != 1 or not there or len(stands) < len(dumps.world):
         return None
     at, gave_up = next(iter(there.values())), evidence.gave_up
     if gave_up == NEVER:
-        if len(away) > 1 or len(there) < 2 or len({each.site for each in there.values()}) > 1:
-            return None
-        if at.op not in OF_WHOLE_GROUPS:
-            return None
-    elif not all(
-        dumps.ranks[r].stack or gave_up + LONG_NS < evidence.fails_at(r) < NEVER for r in away
-    ):
-        return None  # they may have waited, unseen
+        sites = {each.site for each in there.values()}
+        known = len(sites) == 1 < len(there) and at.op in OF_WHOLE_GROUPS
+    else:  # else, it may have waited, unseen
+        known = bool(dumps.ranks[away[0]].stack)
+        known |= gave_up + LONG_NS < evidence.fails_at(away[0]) < NEVER
+    if not known:
+        return None
     doing = _what_it_did(evidence, away[0])
     return Finding(
         Kind.FINISHED if evidence.had_ended(away[0]) else Kind.MISSING,
