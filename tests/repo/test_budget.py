@@ -23,7 +23,7 @@ BUDGET = {  # package: (code lines, files)
     "check": (1600, 8),
     "cli": (923, 10),
     "collectives": (2497, 10),
-    "compat": (852, 6),
+    "compat": (850, 6),
     "ddp": (4758, 22),
     "devices": (1175, 6),
     "elastic": (2744, 11),
@@ -31,7 +31,7 @@ BUDGET = {  # package: (code lines, files)
     "local_sgd": (500, 3),
     "recorder": (3991, 20),
     "shm": (4598, 22),
-    "testing": (805, 5),
+    "testing": (767, 5),
 }
 NO_CODE = {
     tokenize.COMMENT,

@@ -49,8 +49,6 @@ def _broadcast_coalesced(
     """See gradwire.ddp.broadcast_coalesced; `src` is a rank in the group."""
     _check_list("tensors", tensors, Tensor, "tensors")
     _check_list("buffer_size", [buffer_size], int, "an integer from 0 on")
-    if not tensors:
-        raise ArgumentError(f"tensors is empty: give at least one {EMPTY}")
     ours.broadcast_coalesced(process_group, tensors, max(buffer_size, 1), group_src=src)
 
 
@@ -66,8 +64,6 @@ def _compute_bucket_assignment_by_size(
     _check_list("tensors", tensors, Tensor, "tensors")
     _check_list("bucket_size", bucket_size, int, "integers from 0 on")
     _check_list("tensor_indices", tensor_indices, int, "integers from 0 on")
-    if not tensors:
-        raise ArgumentError(f"tensors is empty: give at least one {EMPTY}")
     if expect_sparse_gradient and len(expect_sparse_gradient) != len(tensors):
         raise ArgumentError(
             f"expect_sparse_gradient has {len(expect_sparse_gradient)} entries for {len(tensors)} "
@@ -93,10 +89,12 @@ def _compute_bucket_assignment_by_size(
 
 
 def _check_list(name: str, given: Any, kind: type, what: str) -> None:
-    """Raise an ArgumentTypeError if PyTorch's function would reject the type of an argument."""
+    """Raise if PyTorch's function would reject an argument's type, or a list without tensors."""
     fits = isinstance(given, list | tuple) and all(isinstance(value, kind) for value in given)
     if not fits or (kind is int and any(value < 0 for value in given)):
         raise ArgumentTypeError(f"{name} is {given!r}: give a list of {what}")
+    if kind is Tensor and not given:
+        raise ArgumentError(f"{name} is empty: give at least one {EMPTY}")
 
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:

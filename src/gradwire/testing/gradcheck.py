@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed import PrefixStore, ProcessGroup
 
 from gradwire._containers import tensors_in
@@ -52,8 +51,6 @@ def gradcheck(
     fn: Callable[..., Any],
     inputs: Tensor | Sequence[Any],
     group: ProcessGroup | None = None,
-    *,
-    forward: bool = False,
 ) -> bool:
     """Compare the derivatives of `fn` with finite differences across the ranks of a group.
 
@@ -74,7 +71,6 @@ def gradcheck(
         inputs: A tensor, or a sequence of arguments. Those float64 and complex128 tensors that
             require grad are what is differentiated by. Shapes may differ by rank.
         group: Process group whose ranks' inputs form the point; None for the default group.
-        forward: Check forward mode (`torch.autograd.forward_ad`) too.
 
     Returns:
         True.
@@ -122,8 +118,6 @@ def gradcheck(
                     "coarse: use torch.float64 or torch.complex128; adjoint_check takes every dtype"
                 )
     ys = _compare_backward("first derivatives", fn, arguments, ranks)
-    if forward:
-        _compare_forward(fn, arguments, ranks)
 
     def gradient(*moved: Any) -> list[Tensor]:
         # of all leaves, so that a rank takes part whose own input the function does not use
@@ -262,53 +256,15 @@ def _compare_backward(
         # not "greater", which NaN never is
         if not abs(a - b) <= (rounding * max(size, abs(a)) if linear else ATOL + RTOL * abs(b)):
             source = "the adjoint" if linear else "finite differences"
-            wrong.append(f"{_name('inputs', *entry)}: backward gives {a:.9g}, {source} {b:.9g}")
-    _raise_if_wrong(what, wrong, len(entries))
+            wrong.append(f"{_name(*entry)}: backward gives {a:.9g}, {source} {b:.9g}")
+    if wrong:
+        shown = [f"  {text}" for text in wrong[:MAX_LINES]]
+        if len(wrong) > MAX_LINES:
+            shown.append(f"  … and {len(wrong) - MAX_LINES} more")
+        raise GradientError(
+            "\n".join([f"{what}: {len(wrong)} of {len(entries)} entries differ", *shown])
+        )
     return [y.requires_grad_() for y in ys]
-
-
-def _compare_forward(fn: Callable[..., Any], inputs: Sequence[Any], ranks: _Ranks) -> None:
-    """Compare each output's tangent, along a random direction of all ranks' inputs."""
-    with ranks.guarded():
-        numbers = _variables(inputs)
-        drawn = _random_like([inputs[i] for i in numbers], ranks.rank)
-        direction = dict(zip(numbers, drawn, strict=True))
-        points = []
-        for step in (EPS, -EPS):
-            moved = _leaves(inputs)
-            for i, tangent in direction.items():
-                moved[i].detach().add_(tangent, alpha=step)
-            points.append(_flat(_outputs_of(fn, moved)))
-        want = ((points[0] - points[1]) / (2 * EPS)).tolist()
-        with forward_ad.dual_level():
-            duals = _leaves(inputs)
-            for i, tangent in direction.items():
-                duals[i] = forward_ad.make_dual(duals[i], tangent)
-            outputs = _outputs_of(fn, duals)
-            unpacked = [forward_ad.unpack_dual(out) for out in outputs]
-        have = [torch.zeros_like(u.primal) if u.tangent is None else u.tangent for u in unpacked]
-        entries = [
-            (ranks.rank, number, index, out.is_complex())
-            for number, out in enumerate(outputs)
-            for index in itertools.product(*map(range, _real(out).shape))
-        ]
-        wrong = [
-            f"{_name('outputs', *entry)}: forward mode gives {a:.9g}, finite differences {b:.9g}"
-            for entry, a, b in zip(entries, _flat(have).tolist(), want, strict=True)
-            if not abs(a - b) <= ATOL + RTOL * abs(b)
-        ]
-    gathered = ranks.gather("forward mode", [wrong, len(entries)])
-    everyone = [text for rank in gathered for text in rank[0]]
-    _raise_if_wrong("forward mode", everyone, sum(rank[1] for rank in gathered))
-
-
-def _raise_if_wrong(what: str, wrong: Sequence[str], count: int) -> None:
-    if not wrong:
-        return
-    shown = [f"  {text}" for text in wrong[:MAX_LINES]]
-    if len(wrong) > MAX_LINES:
-        shown.append(f"  … and {len(wrong) - MAX_LINES} more")
-    raise GradientError("\n".join([f"{what}: {len(wrong)} of {count} entries differ", *shown]))
 
 
 class _Ranks:
@@ -354,14 +310,14 @@ class _Ranks:
 # --- the point, and functions of it ---
 
 
-def _name(of: str, rank: int, number: int, index: Sequence[int], is_complex: bool) -> str:
-    """Return the name of an entry; the last index of a complex one is its part."""
+def _name(rank: int, number: int, index: Sequence[int], is_complex: bool) -> str:
+    """Return the name of an input's entry; the last index of a complex one is its part."""
     part = ""
     if is_complex:
         *index, imaginary = index
         part = " (imaginary part)" if imaginary else " (real part)"
     entry = f"[{', '.join(map(str, index))}]" if index else ""
-    return f"rank {rank}, {of}[{number}]{entry}{part}"
+    return f"rank {rank}, inputs[{number}]{entry}{part}"
 
 
 def _as_list(inputs: Any) -> list[Any]:
