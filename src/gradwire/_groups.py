@@ -32,6 +32,8 @@ _BACKENDS: set[finalize[..., Any]] = set()
 
 OBSERVERS: list[Callable[..., Any]] = []
 """Functions through which `collectives` calls a group, with the group, its method and arguments."""
+WEIGHTS: WeakSet[Any] = WeakSet()
+"""Weights that `ddp` applies at the end of backward, and `collectives` where it is exchanged."""
 COMPARED_CALLS: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 """Number of calls of `collectives` that a group's ranks have compared."""
 EXIT_SECONDS = 2.0
@@ -68,6 +70,17 @@ def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
             f"{user} would go on with this one, alone. Use a group of init_process_group or "
             "new_group"
         )
+
+
+def weight_of_backward() -> float:
+    """Return the factor by which `ddp` multiplies the gradients of the running backward, or 1."""
+    weights = {weight for w in WEIGHTS if (weight := w.of_backward()) is not None}
+    if len(weights) > 1:
+        raise NotSupportedError(
+            f"wrapped modules have weights {sorted(weights)} in one backward in which ranks "
+            "exchange cotangents: give them the same weight"
+        )
+    return weights.pop() if weights else 1.0
 
 
 def cpu_capable(group: ProcessGroup) -> bool:

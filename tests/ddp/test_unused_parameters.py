@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp.common import assert_average, on_ranks
-from gradwire.ddp import DistributedDataParallel
+from gradwire import collectives as C
+from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import PeerFailedError, ReductionError
 from gradwire.testing import run_ranks
 
@@ -36,6 +37,35 @@ class Branches(nn.Module):
 
 def batch(rank, step=0):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+class Between(nn.Module):
+    """Ranks use one of two layers between two that exchange cotangents."""
+
+    def __init__(self, exchange):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.exchange = exchange or SyncBatchNorm(6)
+        self.either = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x, take):
+        x = self.either[take](self.first(x)).tanh()
+        return self.last(self.exchange(x))
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("exchange", [None, C.all_reduce])
+@on_ranks(2, timeout=60)
+def test_layers_that_some_ranks_use_beside_other_collectives(exchange, options):
+    net = DistributedDataParallel(Between(exchange), **SMALL, **options)
+    twin = copy.deepcopy(net.module)
+    for step in range(3):
+        take = 0 if "static_graph" in options else step
+        for module in (net, twin):
+            module.zero_grad()
+            module(batch(dist.get_rank()), (dist.get_rank() + take) % 2).square().mean().backward()
+        assert_average(net, twin)
 
 
 @pytest.mark.parametrize("view", [False, True])

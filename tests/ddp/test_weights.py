@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import naive
 from ddp.common import on_ranks
+from gradwire import collectives as C
 from gradwire import compat, hooks
-from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -463,3 +464,79 @@ def test_a_model_of_large_parameters_only():
         net.weight(n)
         (net(torch.full((1, 1024), n)).sum()).backward()
     assert net.module.weight.grad[0, 0].item() == pytest.approx((1 * 1 + 2 * 2) / 3)
+
+
+class Exchanging(nn.Module):
+    """Cotangents pass to other ranks within the module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(3, 4), SyncBatchNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def gathered(out):
+    everyones = C.all_gather(out, sizes="find")
+    return (everyones.tanh() @ out.t()).square().mean()
+
+
+def maximum(out):
+    return (C.all_reduce(out.mean(0), "max", async_op=True).wait() * out).square().mean()
+
+
+def passed(out):
+    other = 1 - dist.get_rank()
+    if dist.get_rank():
+        token = C.send(out.sum(0), other)
+        return C.tie(out.square().mean(), token)
+    received, token = C.recv(out.sum(0), other)
+    return C.tie((out * received).square().mean(), token)
+
+
+def alone(out):
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("loss", [alone, gathered, maximum, passed])
+def test_weights_where_ranks_exchange_cotangents(loss):
+    def main():
+        net = DistributedDataParallel(Exchanging())
+        twin = copy.deepcopy(net.module)
+        for step in range(3):
+            count = 2 + 3 * ((dist.get_rank() + step) % 2)
+            x = torch.randn(count, 3, generator=torch.Generator().manual_seed(step + 9 * count))
+            net.zero_grad()
+            twin.zero_grad()
+            net.weight(count)
+            loss(net(x)).backward()
+            (loss(twin(x)) * count).backward()
+            naive.weighted_average(dist.group.WORLD, twin.parameters(), count)
+            assert_same(net.module, twin)
+
+    run_ranks(main)
+
+
+def test_a_weight_of_0_where_ranks_exchange_cotangents():
+    def main():
+        net, plain = DistributedDataParallel(Exchanging()), nn.BatchNorm1d(4)
+        whole = torch.randn(4, 3)
+        whole = C.broadcast(whole, 0)
+        own = whole[: 4 * dist.get_rank()]  # none on rank 0
+        net.weight(len(own))
+        net(own).square().mean().backward()
+        twin = nn.Sequential(copy.deepcopy(net.module.first), plain)
+        out = copy.deepcopy(net.module.last)
+        twin.zero_grad()
+        out(twin(whole).tanh()).square().mean().backward()
+        torch.testing.assert_close(net.module.first.weight.grad, twin[0].weight.grad)
+        net.zero_grad()
+        net.weight(4 * dist.get_rank())
+        outputs = net(whole)
+        error = PeerFailedError if dist.get_rank() else NotSupportedError
+        with pytest.raises(error, match=r"weight\(0\)"):
+            outputs.square().mean().backward()
+
+    run_ranks(main)

@@ -68,7 +68,7 @@ def all_reduce_coalesced(
         {'a': tensor([2., 2.]), 'b': tensor(6)}
     """
     members = resolve_group(group)
-    return _coalesced(tree, members, check, lambda flat: AllReduce(members, reduction_of(flat, op)))
+    return _coalesced(tree, check, lambda flat: AllReduce(members, reduction_of(flat, op)))
 
 
 def all_gather_coalesced(
@@ -98,7 +98,6 @@ def all_gather_coalesced(
     world = members.size()
     return _coalesced(
         tree,
-        members,
         check,
         lambda flat: AllGather(members),
         shape=lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
@@ -136,7 +135,6 @@ def reduce_scatter_coalesced(
 
     return _coalesced(
         tree,
-        members,
         check,
         lambda flat: ReduceScatter(members, None, reduction_of(flat, op)),
         by_rank,
@@ -168,7 +166,6 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
 
 def _coalesced(
     tree: Any,
-    group: ProcessGroup,
     check: bool | None,
     plan_of: Callable[[Tensor], Plan],
     flatten: Callable[[Tensor], Tensor] = lambda leaf: leaf.reshape(-1),
@@ -190,14 +187,10 @@ def _coalesced(
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():
         rows = [flatten(leaves[i]) for i in indices]
+        flat = concat(rows, rows[0].dim() - 1)
+        named = [(names[i], leaves[i].shape) for i in indices]
         # A node's context may determine the order of the leaves; only a check compares it.
-        moved = _moved(
-            concat(rows, rows[0].dim() - 1),
-            group,
-            bool(contexts) or check,
-            plan_of,
-            [(names[i], leaves[i].shape) for i in indices],
-        )
+        moved = _moved(plan_of(flat), flat, named, bool(contexts) or check)
         widths = [row.shape[-1] for row in rows]
         pieces = moved.reshape(copies, sum(widths)).split(widths, -1)
         for i, piece in zip(indices, pieces, strict=True):
@@ -207,20 +200,14 @@ def _coalesced(
 
 
 def _moved(
-    flat: Tensor,
-    group: ProcessGroup,
-    check: bool | None,
-    plan_of: Callable[[Tensor], Plan],
-    named: Sequence[tuple[str, Sequence[int]]],
+    plan: Plan, flat: Tensor, named: Sequence[tuple[str, Sequence[int]]], check: bool | None
 ) -> Tensor:
-    plan = plan_of(flat)
-
     def signature() -> CallSignature:
         text = ", ".join(f"{name} {tuple(shape)}" for name, shape in named)
         reduce = plan.op if isinstance(plan, ReductionPlan) else ""
         return CallSignature(plan.name, *tensor_fields(flat), reduce, detail=f"leaves {text}")
 
-    moved: Tensor = Operation(flat, group, signature, lambda flat, peers: plan).run(check)
+    moved: Tensor = Operation(flat, plan.group, signature, lambda flat, peers: plan).run(check)
     return moved
 
 

@@ -34,6 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
+from gradwire._groups import weight_of_backward
 from gradwire.collectives import consistency, wire
 from gradwire.collectives.consistency import (
     UNCHECKED,
@@ -44,7 +45,7 @@ from gradwire.collectives.consistency import (
     signature_hash,
 )
 from gradwire.collectives.validation import refuse_split
-from gradwire.errors import CheckedMismatchError
+from gradwire.errors import CheckedMismatchError, NotSupportedError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -93,18 +94,6 @@ class Handle(Generic[T]):
         self._chained = True
         return Handle(lambda: fn(self.wait()), self._name)
 
-    def retried(self, on: type[Exception], repeat: Callable[[], T]) -> Handle[T]:
-        """Return a handle that calls `repeat` if this one's `wait` raises the given error."""
-        self._chained = True
-
-        def finish() -> T:
-            try:
-                return self.wait()
-            except on:
-                return repeat()
-
-        return Handle(finish, self._name)
-
     def __del__(self) -> None:
         if getattr(self, "_finish", None) is not None and not self._chained:
             warnings.warn(
@@ -149,6 +138,25 @@ def is_transformed() -> bool:
 def compiling(x: Tensor) -> bool:
     """Return True if the call is being traced, by Dynamo or below it with fake tensors."""
     return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+# Where ranks exchange cotangents, the weight of the rank whose loss they come from counts, while
+# `ddp` multiplies gradients by the receiver's at the end. So they are multiplied before they are
+# sent, and divided when they are received.
+
+
+def sent(cotangent: Tensor) -> Tensor:
+    """Return a cotangent as it is sent to other ranks, in backward."""
+    weight = weight_of_backward()
+    if not weight:  # of a mean over no samples, which is NaN
+        return torch.zeros_like(cotangent)
+    return cotangent if weight == 1.0 else cotangent * weight
+
+
+def received(cotangent: Tensor) -> Tensor:
+    """Invert `sent` for a cotangent that came from other ranks."""
+    weight = weight_of_backward()
+    return cotangent if weight in (0.0, 1.0) else cotangent / weight
 
 
 def eager_apply(function: type[Function]) -> Callable[..., Any]:
@@ -234,6 +242,11 @@ class Plan(ABC):
         """Add the custom op to a compiled graph."""
         return _custom_ops[self.name](x, self.as_ints(), self.group.group_name)
 
+    def apply_adjoint(self, cotangent: Tensor, context: CheckContext) -> Tensor:
+        """Return the gradient, in backward."""
+        with context.backward(cotangent):
+            return received(self.adjoint().apply(sent(cotangent), context))
+
     def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
         """Start the collective; return a handle of its result, differentiable if `x` is."""
         refuse_split(x)
@@ -255,8 +268,7 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        with ctx.check.backward(cotangent):
-            return ctx.plan.adjoint().apply(cotangent, ctx.check), None, None
+        return ctx.plan.apply_adjoint(cotangent, ctx.check), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _plan: None, _context: None) -> Any:
@@ -311,6 +323,7 @@ class _Start(Function):
         gradient = state.result
         if gradient is None:
             gradient = _Wait.apply(token, ctx.plan.adjoint(), state, ctx.check)  # type: ignore[no-untyped-call]
+        gradient = received(gradient)
         if ctx.plan.nonlinear:
             derivative = ctx.plan.derivative(*ctx.saved_tensors, ctx.state.result)
             gradient = gradient * derivative.conj()
@@ -337,6 +350,7 @@ class _Wait(Function):
         # Runs first in backward; the backward of _Start waits. Nodes that autograd runs in between
         # overlap with the adjoint collective.
         ctx.state.adjoint = adjoint = _AsyncState()
+        cotangent = sent(cotangent)
         with ctx.check.backward(cotangent):
             if is_legacy_batchedtensor(cotangent) or is_transformed():
                 # Such cotangents (is_grads_batched, forward mode) cannot be split: only the
@@ -399,6 +413,8 @@ def register_plan(plan_class: type[P]) -> type[P]:
     plan_class.field_names = tuple(name for name in names if name != "group")
 
     def run(x: Tensor, ints: list[int], group: str) -> Tensor:
+        if weight_of_backward() != 1.0:
+            raise NotSupportedError("weight(n) and collectives in a compiled backward: use eager")
         return decode_plan(name, ints, group).start(x, blocking=True).wait()
 
     def fake(x: Tensor, ints: list[int], group: str) -> Tensor:
@@ -480,10 +496,15 @@ class Operation:
             return self._run_agreed(call, async_op)
         if not async_op:
             return result
-        # A mismatch is raised by wait(), on all ranks.
-        return result.retried(
-            CheckedMismatchError, lambda: self._run_agreed(call, async_op=True).wait()
-        )
+        result._chained = True
+
+        def finish() -> Any:
+            try:
+                return result.wait()
+            except CheckedMismatchError:  # on all ranks
+                return self._run_agreed(call, async_op=True).wait()
+
+        return Handle(finish, call.op)
 
     def _execute(
         self, x: Tensor, context: CheckContext, async_op: bool, peers: Peers = None

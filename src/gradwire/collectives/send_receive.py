@@ -19,7 +19,7 @@ from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
 from gradwire.collectives.consistency import UNCHECKED
-from gradwire.collectives.operation import Plan, register_plan
+from gradwire.collectives.operation import Plan, received, register_plan, sent
 from gradwire.collectives.validation import check_dense, resolve_group, root_of
 from gradwire.errors import ArgumentError
 
@@ -80,7 +80,7 @@ class _Send(Function):
     def backward(ctx: Any, token: Tensor) -> Any:
         like = torch.empty((), dtype=ctx.dtype, device=ctx.device).expand(ctx.shape)
         cotangent, token = _Receive.apply(like, token, ctx.to, ctx.group)  # type: ignore[no-untyped-call]
-        return cotangent, token, None, None
+        return received(cotangent), token, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, token: Tensor, *_: None) -> Tensor:
@@ -100,7 +100,7 @@ class _Receive(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
-        token = _Send.apply(cotangent, token, ctx.source, ctx.group)  # type: ignore[no-untyped-call]
+        token = _Send.apply(sent(cotangent), token, ctx.source, ctx.group)  # type: ignore[no-untyped-call]
         return torch.zeros_like(cotangent) if ctx.needs_input_grad[0] else None, token, None, None
 
     @staticmethod

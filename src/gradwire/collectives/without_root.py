@@ -177,8 +177,7 @@ class _Nonlinear(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        with ctx.check.backward(cotangent):
-            total = ctx.plan.adjoint().apply(cotangent, ctx.check)
+        total = ctx.plan.apply_adjoint(cotangent, ctx.check)
         return total * ctx.plan.derivative(*ctx.saved_tensors).conj(), None, None
 
     @staticmethod

@@ -339,6 +339,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of weight 0 contributes
         nothing, even if its gradients are NaN. If all weights are 0, the gradients are 0.
 
+        Cotangents that `SyncBatchNorm` and `gradwire.collectives` exchange have the weight of the
+        rank whose loss they come from. There, a weight of 0 needs a batch without samples.
+
         Until they are reduced, gradients are n g: for parameters in float16 keep n near 1, dividing
         it by the same number on all ranks.
 
@@ -356,7 +359,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Backward raises on every rank: MismatchError if only some ranks gave a weight;
         ReductionError if it has no weight, and `.grad` holds weighted gradients; NotSupportedError
-        with `create_graph`, and if `.grad` holds reduced gradients.
+        with `create_graph`, if `.grad` holds reduced gradients, and with a weight of 0 for samples
+        whose cotangents are exchanged.
 
         Example:
             With one sample on rank 0 and three on rank 1, the mean is over four samples.

@@ -81,6 +81,9 @@ class FaultDomain:
         # while it is stated
         self.lock = threading.RLock()
         self.log = CollectiveLog(group)
+        # functions of `collectives` were called on the group: their order relative to buckets
+        # counts, on all ranks
+        self.has_collectives = False
         self.seconds = timeout_of(group)
         # future of the last hook call if its callbacks may send more collectives: nothing else is
         # sent on the group before it is done
@@ -393,6 +396,7 @@ def _observe(group: ProcessGroup, collective: Callable[..., Work], *args: Any) -
     with own.lock:
         for domain in domains:
             domain.before_others()
+        own.has_collectives |= own._group() is group
         hook = own.hook_future if own._group() is group else None
         # in backward, callbacks of a hook may still send: that must come first on all ranks
         in_backward = torch._C._current_graph_task_id() != -1

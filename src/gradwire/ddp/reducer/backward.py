@@ -407,6 +407,10 @@ class Backward:
                 is_last = self._is_last(len(launched))
                 if not ended and self._waits(bucket) and self._may_share():
                     return
+                # Functions of `collectives` are called where backward reaches them, which must be
+                # before or after a bucket on all ranks: an unused one may be ready earlier.
+                if not ended and self.usage.differs and domain.has_collectives:
+                    return
                 if not bucket.all_ready or (is_last and not final):
                     return
                 if self._skips(bucket):
@@ -730,7 +734,7 @@ class Backward:
             self._sending_last()
             flags, work = launcher.start_sum(usage.flags(used))
             launcher.wait_small(work)
-            usage.set_unused(flags)
+            usage.set_unused(flags, self.group.size())
         elif launcher.hook is None and self.state is not BackwardState.COMMITTING:
             # the last bucket was sparse, or skipped: its messages have been sent
             self._sending_last(sent=True)
@@ -746,7 +750,7 @@ class Backward:
         # `own` is None for the summands of this rank's backward
         sums, flags = launcher.vote(self.tally() if own is None else own, usage.flags(used))
         self._check_in_step(sums)
-        usage.set_unused(flags)
+        usage.set_unused(flags, self.group.size())
         if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
         return results, self.weights.factor(sums, self.ranks)

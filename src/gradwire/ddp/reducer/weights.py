@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire._groups import WEIGHTS
 from gradwire.ddp.arguments import ReducerOptions, WeakHook, remove_hooks_with
 from gradwire.ddp.buckets.ownership import is_zero
 from gradwire.errors import (
@@ -184,6 +185,7 @@ class Weights:
         # sum of the weights whose gradients have accumulated since the last reduction
         self.total = 0.0
         self._used = self._counted = False  # by a backward; in the total
+        self._exchanged = False  # its backward has received cotangents of other ranks
         self._accumulated: set[int] = set()
         # memory and version of the first gradient show whether gradients were cleared: reading the
         # values of all would cost a pass
@@ -198,12 +200,27 @@ class Weights:
         if not 0 <= weight < math.inf:
             raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
         self.given = float(weight)
-        self._used = self._counted = False
+        self._used = self._counted = self._exchanged = False
+        WEIGHTS.add(self)
         if not self._handles:
             for i, node in enumerate(self._nodes):
                 self._handles.append(node.register_prehook(WeakHook(self._on_incoming, i)))
                 self._handles.append(node.register_hook(WeakHook(self._on_accumulated, i)))
             remove_hooks_with(self, self._handles)
+
+    def of_backward(self) -> float | None:
+        """Return the factor of the running backward's gradients; None if it is not applied."""
+        # called where ranks exchange cotangents, which must carry the sender's weight
+        if self.given is None:
+            return None
+        will = torch._C._will_engine_execute_node
+        try:
+            if not any(will(node) for node in self._nodes):
+                return None
+        except RuntimeError:  # torch.autograd.grad of parameters
+            return None
+        self._exchanged = True
+        return self.given
 
     @property
     def in_use(self) -> bool:
@@ -293,6 +310,14 @@ class Weights:
             )
         if weight == 1.0:
             return None
+        if not weight and self._exchanged and not is_zero(gradient):
+            self.fail(
+                NotSupportedError(
+                    "weight(0) for samples whose backward exchanges cotangents with other ranks "
+                    "(SyncBatchNorm, collectives): theirs would be lost. Pass a batch without "
+                    "samples, or leave the batch out on all ranks (skip_if_any)"
+                )
+            )
         # the mean over no samples is NaN, and so is 0 * NaN
         return (gradient * weight if weight else torch.zeros_like(gradient),)
 
@@ -358,6 +383,8 @@ class Usage:
         self.counts: dict[int, int] = {}
         # parameters known to be used on no rank
         self.unused: frozenset[int] = frozenset()
+        # ranks may use different ones
+        self.differs = self.find_unused
 
     @property
     def recording(self) -> bool:
@@ -427,6 +454,7 @@ class Usage:
             mine[indices] = 1
         return mine
 
-    def set_unused(self, flags: Tensor) -> None:
+    def set_unused(self, flags: Tensor, ranks: int) -> None:
         """Set the parameters that no rank used, from the sums of `flags`."""
         self.unused = frozenset((flags == 0).nonzero().flatten().tolist())
+        self.differs = self.find_unused or bool((flags % ranks).any())
