@@ -150,7 +150,7 @@ def test_exits_before_a_restart_do_not_affect_the_verdict(command, environment, 
     assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
     assert not list(dumps.glob("exits-*"))
     code, out, _ = command("-m", "gradwire", "explain", str(dumps)).end()
-    assert (code, out.split()[0]) == (0, "NOTHING")
+    assert (code, out.split()[0]) == (0, "nothing:")
 
 
 class Started:
@@ -265,8 +265,7 @@ def test_interrupted_run_leaves_no_process(command, program, environment, number
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < end
         time.sleep(0.02)
-    (kept,) = left_in(environment)  # an interrupted job may have been one that hung
-    assert kept.name.startswith(FOLDER)
+    assert not left_in(environment)  # of one that hung, they would show who it waited for
 
 
 @pytest.mark.wide
