@@ -46,11 +46,15 @@ class Op:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step with `local` backwards in `no_sync` first; "again" is a second backward."""
+    """A training step with `local` backwards in `no_sync` first; "again" is a second backward.
+
+    `frozen` are names of parameters with a rank: frozen there in the last forward and backward.
+    """
 
     zero: str = "none"
     local: int = 0
     form: str = "once"
+    frozen: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class _Maker:
             # two forwards would give two gradients of one parameter in one backward
             steps = tuple(replace(s, form="once") if s.form == "two" else s for s in steps)
         seed = rng.getrandbits(32)
+        if seed % 6 == 0:
+            steps = (steps[0], *(replace(s, frozen=self.frozen(ops, seed)) for s in steps[1:]))
         return Plan(
             seed, self.ranks, (rows, cols), self.dtype, ops, loss, self.hooks(ops), options,
             self.hook, steps, self.chance(0.05) and not options.get(VIEW),
@@ -147,6 +153,16 @@ class _Maker:
         zero = "none" if number == 0 else self.rng.choice(["none"] * 4 + ["zeros"] * 3 + ["keep"])
         form = self.rng.choice(["once"] * 5 + ["again", "two"])
         return Step(zero, self.rng.choice([0, 0, 0, 1, 2]), "once" if self.static else form)
+
+    def frozen(self, ops: tuple[Op, ...], seed: int) -> tuple[tuple[str, int], ...]:
+        rng = random.Random(seed)  # other draws stay as they are
+        undefined = {p for op in operations(ops) if op.kind == "none" for p in op.params}
+        names = sorted({p.name for p in params_in(ops) if p not in undefined})
+        # a backward that reaches no parameter is not reduced
+        chosen = rng.sample(names, rng.choice([1, 1, 2])) if len(names) > 3 else []
+        alone = rng.randrange(self.ranks)
+        ranks = rng.choice([[*range(self.ranks)], [alone]])
+        return tuple((name, rank) for name in chosen for rank in ranks)
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}

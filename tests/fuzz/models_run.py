@@ -141,6 +141,9 @@ class Side:
         for x in feeds[: step.local]:
             with nullcontext() if self.kind == "naive" else self.net.no_sync():
                 self._loss(x, at, observed).backward()
+        frozen = [self.parameters[n] for n, rank in step.frozen if rank == dist.get_rank()]
+        for p in frozen:
+            p.requires_grad_(False)
         x = feeds[step.local]
         loss = self._loss(x, at, observed)
         if step.form == "two":
@@ -150,6 +153,8 @@ class Side:
         if step.form == "again":
             loss.backward()
             self._reduce()
+        for p in frozen:
+            p.requires_grad_(True)
         observed += [(f"grad of batch {i}", x.grad) for i, x in enumerate(feeds)]
         observed += self.model.seen + self.noted
         observed += [(f"flat {dtype}", flat) for dtype, flat in self.flat.items()]
@@ -220,6 +225,7 @@ def reduce_naively(side: Side) -> None:
     size = dist.get_world_size()
     options = side.plan.options
     tolerant = options.get("find_unused_parameters") or options.get("static_graph")
+    frozen = {name for step in side.plan.steps for name, _ in step.frozen}
     for name, p in side.parameters.items():
         have = torch.tensor([name in side.touched], dtype=torch.int32)
         dist.all_reduce(have, group=side.group)
@@ -228,7 +234,7 @@ def reduce_naively(side: Side) -> None:
         scale = real.abs().max().double().view(1)
         dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=side.group)
         side.scale[name] = max(scale.item(), side.scale.get(name, 0.0))
-        if tolerant and not have.item():
+        if (tolerant or name in frozen) and not have.item():
             continue
         total = real.clone().contiguous()
         dist.all_reduce(total, group=side.group)
@@ -294,9 +300,12 @@ def suits_torch(plan: Plan) -> bool:
     """Whether PyTorch's class can be run: it ends in a hang or crash where ranks use other parts.
 
     With find_unused_parameters it refuses reentrant checkpoints, and parameters that only the loss
-    uses, on the ranks that have them; a rank that uses none at all sends nothing.
+    uses, on the ranks that have them; a rank that uses none at all sends nothing. Without it,
+    parameters that are frozen later get no gradient.
     """
     kinds = {op.kind for op in operations(plan.ops)}
+    if any(step.frozen for step in plan.steps):
+        return False
     return not plan.options.get("find_unused_parameters") or not (
         plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
     )

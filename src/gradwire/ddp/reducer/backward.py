@@ -654,7 +654,10 @@ class Backward:
         """Wait for the buckets, and write the results to the gradients."""
         buckets, launched, timer = self.bucket_set, self.launcher.launched, self.timer
         unused = buckets.unused()
-        results, factor = self._receive(buckets.ready())
+        used = buckets.ready()
+        if not self.usage.allows_unused:  # autograd passed None
+            used += [i for i in unused if self.parameters[i].requires_grad]
+        results, factor = self._receive(used)
         # parameters that this rank froze may be used by others, which is known if ranks have voted
         voted = self.usage.allows_unused or self.launcher.hook is not None
         untouched = self.usage.unused if voted else ()
