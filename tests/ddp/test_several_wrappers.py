@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from contextlib import ExitStack, suppress
 
@@ -109,43 +108,58 @@ def test_a_generator_through_a_critic_that_gets_no_gradient():
 )
 @on_ranks(2)
 def test_two_wrappers_of_one_parameter(first, second, names):
-    """The error comes on every rank before anything is sent, and the first wrapper goes on."""
+    """The one that was used first goes on; the other one raises before anything is sent."""
     module = Layers(5)
-    net = DistributedDataParallel(first(module))
-    before = dist.group.WORLD._get_sequence_number_for_group()
-    with pytest.raises(NotSupportedError) as caught:
-        DistributedDataParallel(second(module))
-    assert dist.group.WORLD._get_sequence_number_for_group() == before
-    assert "parameter {} of {} is also {} of {}".format(*names) in str(caught.value)
-    with pytest.raises(NotSupportedError, match=r"weight of \(a reducer\) is also"):
-        Reducer([("weight", next(net.parameters()))], dist.group.WORLD)
+    net, other = DistributedDataParallel(first(module)), DistributedDataParallel(second(module))
     twin = copy.deepcopy(net.module)
     for model in (net, twin):
         model(one_input()).square().sum().backward()
     assert_average(net, twin)
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    with pytest.raises(NotSupportedError) as caught:
+        other(one_input())
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
+    assert "parameter {} of {} is also {} of {}".format(*names) in str(caught.value)
+    reducer = Reducer([("weight", next(net.parameters()))], dist.group.WORLD)
+    net.zero_grad()
+    twin.zero_grad()
+    for model in (net, twin):
+        model(one_input()).square().sum().backward()
+    assert_average(net, twin)
+    with pytest.raises(NotSupportedError, match=r"weight of \(a reducer\) is also"):
+        reducer.prepare()
 
 
-@pytest.mark.parametrize("how", ["deleted", "in a cycle", "closed"])
+@pytest.mark.parametrize("how", ["kept", "in a cycle", "closed"])
 @on_ranks(2)
 def test_a_module_that_is_wrapped_again(how):
+    """Earlier wrappers reduce nothing, and apply none of their weights."""
     module, twin = Layers(5), Layers(5)
-    twin.load_state_dict(module.state_dict())
+    kept, waiting = [], []
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         net = DistributedDataParallel(module, **options)
         twin.load_state_dict(module.state_dict())
-        for _ in range(2):
+        for step in range(2):
             for model in (net, twin):
                 model.zero_grad()
-                model(one_input()).square().sum().backward()
+                # the last backward goes around the wrapper
+                forward = model if step == 0 else getattr(model, "module", model)
+                forward(one_input()).square().sum().backward()
             assert_average(net, twin)
         if how == "in a cycle":
-            gc.disable()  # else it may be collected at any time
             net.itself = [net]
-        elif how == "closed":
+        else:
+            kept.append(net)
+            waiting.append(net(one_input()).sum())
+            net.weight(3)
+        if how == "closed":
             net.reducer.close()
-            kept = net  # noqa: F841
-        del net
-    gc.enable()
+    for loss in waiting[:-1] if how == "kept" else ():
+        with pytest.raises(NotSupportedError, match="which another wrapper has"):
+            loss.backward()
+    for net in kept[:-1]:
+        with pytest.raises(NotSupportedError, match="which another wrapper has"):
+            net(one_input())
 
 
 # -- random programs ------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +41,14 @@ from gradwire.ddp.reducer.reducer import (
     LoggingData,
     Reducer,
     beginnings,
-    check_unshared,
     with_own_nodes,
 )
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook
 
 SMALLEST_PIECE_BYTES = 1 << 20
+_running: list[nn.Module] = []
+"""Wrappers whose forward is running, in any thread."""
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -175,7 +177,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             delayed=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
             lazy=lazy_bucket_allocation,
         )
-        check_unshared([(n, p) for n, p in named if p.requires_grad], type(module).__name__)
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module, self.parameters_to_ignore = module, ignored
@@ -194,6 +195,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         agreed["sync_buffers_in_eval"] = sync_buffers_in_eval
         every = check_interval(check_replicas)
         self._reduced = ReducedModule(module, group, ignored, options, every, agreed)
+        self._reduced.around = WeakMethod(self._prepare_around)
         if init_sync:
             at_start = self.broadcast_buffers or forward_sync_buffers is not None
             buffers = self._buffers_synced.named() if at_start else {}
@@ -218,8 +220,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         reducer = self._reduced.reducer
         if in_transform() and not self._join_config.enable:
-            reducer.expect_after_transform(local=not self.require_backward_grad_sync)
-            return self._call(inputs, kwargs)
+            reducer.begin_forward()
+            return self._call(inputs, kwargs)  # its result usually has no backward
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         recomputing = reducer.in_backward  # in a checkpoint around this module
         began = 0 if recomputing else self._before(syncing)
@@ -234,12 +236,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Call the module with inputs on its device."""
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
-        outer = TORCHS_DDP._active_ddp_module
+        reducer = self.reducer
+        reducer.within = reducer.step  # until `prepare_for_backward` is called within
+        _running.append(self)
         TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
         try:
             return _call(self.module, inputs, kwargs)
         finally:
-            TORCHS_DDP._active_ddp_module = outer
+            reducer.within = -1
+            _running.remove(self)  # other threads may have entered later, and still run theirs
+            TORCHS_DDP._active_ddp_module = cast(Any, _running[-1] if _running else None)
 
     @runs_outside_contexts
     def _before(self, syncing: bool) -> int:
@@ -274,6 +280,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not keeps and (syncing or self.sync_buffers_in_eval or training):
             self.require_forward_param_sync = syncing
         return torch.autograd._get_sequence_nr()
+
+    def _prepare_around(self) -> bool:
+        """Prepare a backward whose forward went around the wrapper; return False if it is local."""
+        if not self.require_backward_grad_sync:
+            return False
+        uneven = self._uneven if self._join_config.enable else None
+        if uneven is not None and uneven.root < 0:
+            raise NotSupportedError(
+                "a backward in join() whose forward went around the wrapper, of which ranks that "
+                "have run out of input do not know: call the wrapper"
+            )
+        self._reduced.recover()
+        self.reducer.prepare(recovered=True)
+        return True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._reduced.around = self.reducer.prepare_around = WeakMethod(self._prepare_around)
 
     @run_as_written
     def _after(self, output: Any, syncing: bool, began: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
@@ -70,7 +71,7 @@ def load_state(state: Any, saved: Mapping[str, Any]) -> None:
 
 
 Reword = Callable[[ReductionError], ReductionError | None]
-NOT_PICKLED = ("named", "reducer", "_parameter_check", "_replicas", "_reword")
+NOT_PICKLED = ("named", "reducer", "_parameter_check", "_replicas", "_reword", "around")
 """Attributes recreated for the parameters of a copy."""
 REPLICAS_CHECKED_EVERY = 100
 AVERAGES = (None, all_reduce, bf16, fp16)
@@ -101,6 +102,8 @@ class ReducedModule:
         self.hook: CommHook | StatefulHook[Any] | None = None
         self.hook_state: Any = None
         self._reword: Reword | None = None
+        # see `Backward.prepare_around`
+        self.around: weakref.WeakMethod[Callable[[], bool]] | None = None
 
     @runs_outside_contexts
     def make_reducer(self) -> None:
@@ -114,8 +117,7 @@ class ReducedModule:
         if "reducer" in self.__dict__:  # a parameter has one reducer
             self.reducer.close()
         self.reducer = Reducer(reduced, self.group, options)
-        if self._reword is not None:
-            self.reducer.reword = self._reword
+        self.reducer.reword, self.reducer.prepare_around = self._reword, self.around
         self._replicas = Replicas(named, self.reducer)
         self._apply_hook()
 
@@ -241,7 +243,7 @@ class ReducedModule:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buckets, hook_group = state.pop("buckets"), group_from(state.pop("hook_group"))
-        self.__dict__.update(state, _reword=None)
+        self.__dict__.update(state, _reword=None, around=None)
         self.group, self.hook_state = group_from(self.group), group_from(self.hook_state)
         if getattr(self.hook_state, "process_group", hook_group) is not hook_group:
             self.hook_state.process_group = hook_group

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -47,13 +48,19 @@ from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, afte
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Forwards, Tally, Usage, Weights
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
-from gradwire.recorder import record_error, ring
+from gradwire.recorder import is_users, record_error, ring
 
 logger = logging.getLogger(__name__)
 
 # module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
+
+NO_BUCKET = (
+    "call the wrapper, or register_comm_hook(None, 'all_reduce'): there is no bucket of float32 or "
+    "float64, in which ranks agree that all of them go"
+)
+NOT_STATIC = "static_graph=True, and parameters got fewer gradients than in the first backward"
 
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 """PyTorch's module whose hooks step a parameter's optimizer when its local gradient is ready."""
@@ -87,7 +94,7 @@ class Backward:
         self.end = 0  # last message's position in the group's log, while COMMITTING or UNDECIDED
         self.step = 0  # number of backwards prepared on this rank
         self.runs = 0  # backwards that have begun; identifies the callback of an earlier one
-        self.task = -1  # autograd's id of the running backward
+        self.task = -2  # autograd's id of the last backward to begin; -1 is none's
         # position among the group's reducers that share the running backward: predecessors send
         # their buckets first
         self.has_turn = True
@@ -112,9 +119,10 @@ class Backward:
         # gradients that came meanwhile: they may belong to either
         self.local_running = 0
         self.local_arrivals: list[int] = []
-        # prepares the backward of a forward that ran in a transform of `torch.func`: its result may
-        # have a backward or not
-        self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.within = -1  # `step` when the running forward began: a backward within stays local
+        # prepares a backward that no forward of the wrapper announced; False if it stays local
+        self.prepare_around: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self.where = ""  # the program's line of such a backward while it runs
         self.weights = Weights(self.parameters, usage.nodes)
         self.detach_optimizers()
         self.set_group(bucket_set.group)
@@ -234,6 +242,8 @@ class Backward:
         """Begin a backward at an output: the first one after the forward, or a later one."""
         self.forwards.reach(forward)
         if self.running:
+            if not self.launcher.launched:  # gradients from beside the output came before it
+                self._go_through()
             self.take_turn()
         if self.running or self.state in (BackwardState.LOCAL, BackwardState.FINALIZED):
             return
@@ -288,8 +298,6 @@ class Backward:
         for i in came:
             on_gradient(weakref.ref(self), i, None, (self.parameters[i].grad,))
 
-    _begin_outside = runs_outside_contexts(_begin)
-
     def _mark_unused(self, *, at_output: bool) -> None:
         """Mark the parameters that the graph does not reach as unused."""
         # If it reaches none, wait until the backward has ended: a reentrant checkpoint builds its
@@ -325,6 +333,41 @@ class Backward:
     # -- gradients ---------------------------------------------------------------------------
 
     @runs_outside_contexts
+    def admit(self, index: int, incoming: tuple[Any, ...]) -> bool:
+        """Begin a backward at a parameter's gradient; return False if the gradient stays local."""
+        defined = incoming[0] is not None and self.parameters[index].requires_grad
+        reduced = self.within != self.step and not self.local_running
+        if reduced and self.state not in (EXPECTED, SHORT):
+            reduced = defined and self._prepare_around()
+        if not defined:
+            return reduced
+        if reduced:
+            self._begin(index, incoming[0])
+        else:  # the next backward adds to it
+            if self.local_running:
+                self.local_arrivals.append(index)
+            self.usage.touched.add(index)
+            self.bucket_set.ownership.make_private(self.parameters[index], incoming)
+        return reduced
+
+    def _prepare_around(self) -> bool:
+        """Prepare for a backward whose forward went around the wrapper, unless it stays local."""
+        prepare = self.prepare_around and self.prepare_around()
+        with self.domain.lock, torch.no_grad():
+            if self.running or self.state is EXPECTED:  # by another of autograd's threads
+                return True
+            # what arrives in a backward after an error or `finalize` does not begin another one
+            if prepare is None or self.task == torch._C._current_graph_task_id() or not prepare():
+                return False
+            self.where = f"rank {self.group.rank()} at {users_line()}"
+            self.launcher.note = f", in a backward around the wrapper, {self.where}"
+            self.forwards.go_around()
+            if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
+                self.transition(Event.SKIP)
+                self.domain.fail(NotSupportedError(f"{NO_BUCKET}{self.launcher.note}"))
+        return True
+
+    @runs_outside_contexts
     def mark_undefined(self, index: int) -> None:
         """Handle an undefined gradient: the parameter's node ran, but received None."""
         if not self.running:
@@ -355,13 +398,9 @@ class Backward:
             with torch.no_grad():
                 self._launch_in_order(final=False)
 
-    @runs_outside_contexts
-    def prepare_now(self) -> None:
-        """Prepare the backward of a `torch.func` transform's result once that has begun."""
-        with self.domain.lock, torch.no_grad():
-            prepare, self.prepare_late = self.prepare_late, None
-            if prepare is not None and (prepare_now := prepare()) is not None:
-                prepare_now()
+    def _go_through(self) -> None:
+        self.where = self.launcher.note = ""
+        self.forwards.around = 0
 
     # -- launch ------------------------------------------------------------------------------
 
@@ -443,7 +482,7 @@ class Backward:
         """Launch a bucket whose buffer is filled. If it is the vote, the backward is COMMITTING."""
         if self.launcher.scale is None:
             self._agree_on_scale()
-        votes = self.launcher.hook is None and not self.usage.allows_unused
+        votes = self.launcher.hook is None and not (self.usage.allows_unused or self.where)
         # a sparse bucket may need a second message: `_receive` counts it once that is sent
         if is_last and votes and not isinstance(bucket, SparseBucket):
             self.launcher.send_rest()
@@ -576,6 +615,8 @@ class Backward:
             self._mark_missing()
             self._launch_rest()
             if not self.all_launched:
+                if self.where and not self.predecessors:
+                    self.domain.fail(ReductionError(f"{NOT_STATIC}{self.launcher.note}"))
                 self.transition(Event.END_SHORT)  # another backward may deliver the rest
             elif not self.manual:
                 self._finalize()
@@ -604,7 +645,7 @@ class Backward:
                 bucket.expected = 0
         elif missing := self.bucket_set.missing():
             needed = (i for i in missing if self.parameters[i].requires_grad)
-            if self.usage.find_unused or next(needed, None) is None:
+            if self.where or self.usage.find_unused or next(needed, None) is None:
                 self.bucket_set.mark_unused(missing)
 
     def _finalize_others(self) -> None:
@@ -659,7 +700,7 @@ class Backward:
             used += [i for i in unused if self.parameters[i].requires_grad]
         results, factor = self._receive(used)
         # parameters that this rank froze may be used by others, which is known if ranks have voted
-        voted = self.usage.allows_unused or self.launcher.hook is not None
+        voted = self.usage.allows_unused or self.launcher.hook is not None or bool(self.where)
         untouched = self.usage.unused if voted else ()
         frozen = (p for i in unused if not (p := self.parameters[i]).requires_grad)
         without = [] if voted else [p for p in frozen if p.grad is None]
@@ -734,11 +775,10 @@ class Backward:
         launcher, usage = self.launcher, self.usage
         launcher.send_rest()
         if launcher.hook is None and usage.allows_unused:
-            self._sending_last()
-            flags, work = launcher.start_sum(usage.flags(used))
-            launcher.wait_small(work)
-            usage.set_unused(flags, self.group.size())
-        elif launcher.hook is None and self.state is not BackwardState.COMMITTING:
+            self._agree_on_unused(used)
+        elif (
+            launcher.hook is None and self.state is not BackwardState.COMMITTING and not self.where
+        ):
             # the last bucket was sparse, or skipped: its messages have been sent
             self._sending_last(sent=True)
         results = []
@@ -747,7 +787,10 @@ class Backward:
             results.append(launcher.result(launched))
             self.timer.waits.append(perf_counter_ns() - since)
         if launcher.hook is None:
-            return results, self._factor_from_bucket()
+            factor = self._factor_from_bucket()
+            if self.where and not usage.allows_unused:  # now it is known that all went around
+                self._agree_on_unused(used)
+            return results, factor
         # a hook may fail after its collectives: ranks then vote
         self._sending_last()
         # `own` is None for the summands of this rank's backward
@@ -758,6 +801,13 @@ class Backward:
             return results, None
         return results, self.weights.factor(sums, self.ranks)
 
+    def _agree_on_unused(self, used: Iterable[int]) -> None:
+        """Find the parameters that no rank used since the last reduction: the last message."""
+        self._sending_last()
+        flags, work = self.launcher.start_sum(self.usage.flags(used))
+        self.launcher.wait_small(work)
+        self.usage.set_unused(flags, self.group.size())
+
     def _factor_from_bucket(self) -> float | None:
         """Return the factor, from the sums of weights that arrived with a bucket."""
         given = self.weights.given is not None
@@ -766,8 +816,8 @@ class Backward:
                 self.domain.fail(NotSupportedError(NO_WEIGHTS_BUCKET))
             return None
         # on an accelerator, reading the sums blocks the CPU: only ranks with a weight do so there,
-        # and they report a mismatch
-        if not given and weights_bucket.flat.device.type != "cpu":
+        # and they report a mismatch; so do those that went around the wrapper
+        if not (given or self.where) and weights_bucket.flat.device.type != "cpu":
             return None
         sums = Tally.read(weights_bucket.extra)
         self._check_in_step(sums)
@@ -775,9 +825,18 @@ class Backward:
 
     def _check_in_step(self, sums: Tally) -> None:
         """Raise on every rank if the ranks' gradients belong to different steps."""
+        domain, (skipped, *_) = self.domain, self.forwards.count()
+        if not sums.same_way:
+            each = domain.channel.exchange("around", self.where, domain.seconds) or [self.where]
+            domain.fail(
+                MismatchError(
+                    "the forward of a backward went around the wrapper on some ranks only "
+                    f"({', '.join(filter(None, each)) or 'not known'}): call the wrapper on all "
+                    "ranks or on none; run a backward of one rank alone in no_sync()"
+                )
+            )
         if sums.in_step:
             return
-        domain, (skipped, _) = self.domain, self.forwards.count()
         counts = domain.channel.exchange("skipped forwards", skipped, domain.seconds)
         held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
         domain.fail(
@@ -902,6 +961,7 @@ class Backward:
         self.had_undefined = self.takes_part = self.parked = False
         self.launcher.launched.clear()
         self.launcher.scale = None
+        self._go_through()
         self._give_turn_up()
         if self.arrivals is not None:
             self.arrivals.clear()
@@ -928,21 +988,12 @@ def on_gradient(
     # would add one
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
-    if not running and (state is not EXPECTED or backward.local_running) and state is not SHORT:
-        if backward.prepare_late is None or backward.local_running or incoming[0] is None:
-            if incoming[0] is not None:  # stays local; the next backward adds to it
-                if backward.local_running:
-                    backward.local_arrivals.append(index)
-                backward.usage.touched.add(index)
-                backward.bucket_set.ownership.make_private(backward.parameters[index], incoming)
-            return
-        backward.prepare_now()
+    if not running and not backward.admit(index, incoming):
+        return
     # autograd accumulates nothing for a parameter that was frozen after the forward
     if incoming[0] is None or not backward.parameters[index].requires_grad:
         backward.mark_undefined(index)
         return
-    if not running:
-        backward._begin_outside(index, incoming[0])
     if (arrivals := backward.arrivals) is not None:
         arrivals.append(index)
     if index in backward.streams.unknown:
@@ -956,6 +1007,19 @@ def on_gradient(
             backward.domain.fail(error)
     if len(bucket.ready) >= bucket.expected:
         backward.on_bucket_ready(bucket)
+
+
+def users_line() -> str:
+    """Return file and line of the program's call that led here, or that its main thread runs."""
+    # on accelerators, hooks run in threads of autograd
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    for innermost in (sys._getframe(), main):
+        frame = innermost
+        while frame is not None:
+            if is_users(frame.f_code.co_filename):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+    return "(no line of the program)"
 
 
 class _EndOfBackward:

@@ -84,6 +84,7 @@ class Launcher:
         # bucket. It is applied before the hook, so that the hook's state has the same unit in each
         # step
         self.scale: float | None = None
+        self.note = ""  # about the backward, for messages of errors
 
     def in_flight(self) -> list[Handle]:
         """Return the messages that may still be in flight."""
@@ -124,7 +125,7 @@ class Launcher:
             with LogMode([self._domain.log], self._poll):
                 future = as_future(self.hook.run_hook(grad_bucket), self.hook)
         except Exception as error:
-            self._domain.hook_failed(error, bucket.what)
+            self._domain.hook_failed(error, bucket.what + self.note)
         self.launched.append(Launched(bucket, future=future, grad_bucket=grad_bucket))
         if not self.hook.single_collective:
             self._domain.hook_future = future
@@ -182,7 +183,7 @@ class Launcher:
         try:
             return parse_hook_result(future.wait(), launched.grad_bucket, self.hook)
         except Exception as error:
-            self._domain.hook_failed(error, bucket.what)
+            self._domain.hook_failed(error, bucket.what + self.note)
 
     def committed(self) -> None:
         """Call the hook's `committed` after a backward has ended on all ranks: it may send."""
@@ -264,7 +265,7 @@ class Launcher:
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
         """Wait for a work handle. A failure of the backend breaks the group."""
-        seconds = self._domain.seconds
+        seconds, what = self._domain.seconds, what + self.note
         if error := wait_work(work, self._poll, on_cpu=on_cpu, seconds=seconds):
             if not is_transport(error):
                 self._domain.fail(DistributedError(f"{what}: {error}"), error)
@@ -272,7 +273,7 @@ class Launcher:
 
     def _wait_future(self, future: torch._C.Future[Any], what: str) -> None:
         if late := wait_future(future, self._poll, self._domain.seconds):
-            self._domain.give_up(self._domain.translate(late, what), late)
+            self._domain.give_up(self._domain.translate(late, what + self.note), late)
 
 
 # -- streams of accelerators -------------------------------------------------------------------

@@ -8,7 +8,6 @@ in `Backward`. `average_gradients` in `tests/ddp/naive.py` computes the same wit
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,26 +34,6 @@ from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name, run_in_
 
 REDUCER = "gradwire.ddp.reducer"
 """Key in a parameter's node of autograd: the parameter's reducer, and its name there."""
-
-
-def check_unshared(named: Sequence[tuple[str, Tensor]], module: str) -> None:
-    """Raise if another reducer has one of the parameters, of a module of this name."""
-
-    def shared() -> str | None:
-        for name, parameter in named:
-            reference, known = accumulation_node(parameter).metadata.get(REDUCER, (None, ""))
-            other: Reducer | None = reference and reference()
-            if other is not None and other._remove_hooks.alive:
-                return f"{name} of {module} is also {known} of {other.bucket_set.options.module}"
-        return None
-
-    if shared() is not None:
-        gc.collect()  # a deleted wrapper may be part of a reference cycle
-    if (found := shared()) is not None:
-        raise NotSupportedError(
-            f"parameter {found}, which has a wrapper: wrap one module that contains both, or "
-            "modules without common parameters; to wrap a module again, delete its first wrapper"
-        )
 
 
 @dataclass(frozen=True)
@@ -119,24 +98,47 @@ class Reducer(Backward):
         options: ReducerOptions | None = None,
     ) -> None:
         options = options or ReducerOptions()
-        check_unshared(parameters, options.module)
         # with skip_unused, the bucket that carries them may be skipped
         extra_numel = 0 if options.skip_unused else len(Tally._fields)
         bucket_set = BucketSet(parameters, check_group(group), options, extra_numel=extra_numel)
         # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
         super().__init__(bucket_set, Usage(bucket_set.parameters, nodes, options))
-        reference: weakref.ref[Backward] = weakref.ref(self)
-        handles = [
-            node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
-        ]
-        self._remove_hooks = remove_hooks_with(self, handles)
-        for node, (name, _) in zip(nodes, parameters, strict=True):
+        # error of a forward after a later reducer of the same parameters was used; "" without one
+        self._successor, self._shared = weakref.ref[Backward](self), ""
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        """Let this reducer, and no other one, receive the parameters' gradients."""
+        nodes, reference, handles = self.usage.nodes, weakref.ref[Backward](self), []
+        for i, (node, name) in enumerate(zip(nodes, self.names, strict=True)):
+            earlier, known = node.metadata.get(REDUCER, (reference, name))
+            other = earlier()
+            if isinstance(other, Reducer) and other is not self:
+                other.close()
+                other._successor = reference
+                other._shared = other._shared or (
+                    f"parameter {known} of {other.bucket_set.options.module} is also {name} of "
+                    f"{self.bucket_set.options.module}, which another wrapper has: use one "
+                    "wrapper, of a module that contains both"
+                )
             node.metadata[REDUCER] = reference, name
+            handles.append(node.register_hook(partial(on_gradient, reference, i)))
+        self._remove_hooks, self._shared = remove_hooks_with(self, handles), ""
+
+    def _keep_parameters(self) -> None:
+        """Take parameters back from a later reducer that was not used; raise if it was."""
+        if not self._shared:
+            return
+        if (other := self._successor()) is not None and other.step:
+            raise NotSupportedError(self._shared)
+        self._take_parameters()
 
     def close(self) -> None:
-        """Stop reducing, so that another reducer can take the parameters."""
+        """Stop reducing."""
         self._remove_hooks()
+        self.weights.clear()
+        self.weights.given = None  # it would weight the gradients of another reducer
 
     # -- what is reduced, and how ------------------------------------------------------------
 
@@ -202,6 +204,7 @@ class Reducer(Backward):
 
     def begin_forward(self) -> None:
         """Prepare for a forward, with or without a reduced backward: it has its own weight."""
+        self._keep_parameters()
         if self.has_new_optimizers():
             self.detach_optimizers()
         self.weights.on_forward()
@@ -217,6 +220,7 @@ class Reducer(Backward):
     ) -> None:
         """Expect a backward. Called before each backward that is reduced."""
         # `recovered`: `raise_if_unfinished` was called, and nothing was sent since.
+        self._keep_parameters()
         if not recovered:
             self.raise_if_unfinished()
         if not self.step:  # optimizers may be attached after wrapping, without hooks
@@ -225,7 +229,7 @@ class Reducer(Backward):
         # uneven: ranks may take part by `shadow`, where unused buckets are unknown. shadowed: some
         # ranks do, and wait for exactly one backward
         self.skip_unused = self.bucket_set.options.skip_unused and not uneven
-        self.shadowed, self.prepare_late = shadowed, None
+        self.shadowed = shadowed
         self.step += 1
         timer = self.timer
         timer.forward_start, timer.waits = perf_counter_ns(), []
@@ -266,10 +270,6 @@ class Reducer(Backward):
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a forward under `no_sync`, whose backward is not reduced."""
-        weighted = self.weights.in_use or self.usage.find_unused
-        self.prepare_late = None
-        if self.state is not BackwardState.EXPECTED and not weighted:
-            return  # the common case: gradients stay local
         constant = True
         for tensor in outputs:
             if tensor.requires_grad:
@@ -278,12 +278,6 @@ class Reducer(Backward):
                     tensor.register_hook(partial(on_local_output, weakref.ref(self), self.step))
         if constant:  # it cannot have a backward: its gradients are zero
             self.weights.count()
-
-    def expect_after_transform(self, *, local: bool) -> None:
-        """Prepare late for a forward in a `torch.func` transform; not at all if it is `local`."""
-        # Its results usually have no backward. The backward is prepared when it begins.
-        self.weights.on_forward()
-        self.prepare_late = None if local else weakref.WeakMethod(self.prepare)
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
         """Let a backward begin at the outputs of a forward that ran within the reduced backward."""
@@ -296,7 +290,6 @@ class Reducer(Backward):
 
     def skip(self, *, reduce: bool) -> None:
         """Expect no backward of the last forward; all ranks may `reduce` earlier gradients."""
-        self.prepare_late = None
         self.weights.skip()
         if self.state is BackwardState.EXPECTED:
             self.transition(Event.SKIP)
@@ -367,6 +360,7 @@ def on_output(
 ) -> None:
     """Begin a backward at an output of a forward, which may be nested in another backward."""
     if (reducer := reference()) is not None:
+        reducer._keep_parameters()
         if nested and reducer.running and torch._C._current_graph_task_id() != reducer.task:
             reducer.prepare()
         reducer.reach_output(forward)
@@ -379,10 +373,11 @@ def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> N
     if backward is None:
         return
     backward.weights.on_backward()
-    # While the backward of another forward is expected, the gradients of this one do not belong to
-    # it. `step` is the last step prepared before the forward: a program may also prepare the
-    # backward of this forward by hand.
-    if backward.state is BackwardState.EXPECTED and backward.step == step:
+    # `step` is the last step prepared before the forward: a program may also prepare the backward
+    # of this forward by hand
+    if not backward.running and (
+        backward.state is not BackwardState.SHORT and backward.step == step
+    ):
         local = _LocalBackward(backward)
         torch.autograd.Variable._execution_engine.queue_callback(local)
 

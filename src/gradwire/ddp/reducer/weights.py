@@ -65,6 +65,8 @@ class Forwards:
     def __init__(self) -> None:
         # `skipped`: forwards skipped in the steps reduced so far
         self.skipped = self._last = self._reached = self._first = 0
+        # number of the running backward among those whose forward went around the wrapper; else 0
+        self.around = self._arounds = 0
         self._open: dict[int, weakref.ref[Forward]] = {}
         self._counting = False
 
@@ -82,16 +84,20 @@ class Forwards:
         if self._open.pop(number, None) is not None:
             self._reached = max(self._reached, number)
 
+    def go_around(self) -> None:
+        """Record a backward whose forward went around the wrapper."""
+        self.around = self._arounds % MODULUS + 1
+
     @property
     def begun(self) -> int:
         """Number of forwards begun since the first reduction."""
         return self._last - self._first if self._counting else 0
 
-    def count(self) -> tuple[int, int]:
-        """Return the numbers to send: forwards known to be skipped by now, and all forwards."""
+    def count(self) -> tuple[int, int, int]:
+        """Return the numbers to send: forwards known to be skipped, `around`, and all forwards."""
         if not self._counting:
-            return 0, 0
-        return (self.skipped + self._gone()) % MODULUS, self.begun % MODULUS
+            return 0, self.around, 0
+        return (self.skipped + self._gone()) % MODULUS, self.around, self.begun % MODULUS
 
     def commit(self) -> None:
         """Record that the backward was reduced."""
@@ -100,6 +106,7 @@ class Forwards:
         else:
             self._counting, self._first = True, self._last
         self._open.clear()
+        self._arounds = self.around or self._arounds
 
     def _gone(self) -> int:
         # a forward whose outputs are still referenced may be part of the loss
@@ -124,6 +131,9 @@ class Tally(NamedTuple):
     # training forwards that no backward has reached, see `Forwards`
     skipped: float = 0.0
     skipped_squared: float = 0.0
+    # backwards whose forward went around the wrapper, if this is one
+    around: float = 0.0
+    around_squared: float = 0.0
     # all training forwards
     begun: float = 0.0
     begun_squared: float = 0.0
@@ -136,6 +146,11 @@ class Tally(NamedTuple):
             ranks * self.skipped_squared == self.skipped**2
             or ranks * self.begun_squared == self.begun**2
         )
+
+    @property
+    def same_way(self) -> bool:
+        """True if the forwards of all ranks that take part went around the wrapper, or none."""
+        return (self.weighted + self.unweighted) * self.around_squared == self.around**2
 
     def message(self, *before: float) -> Tensor:
         """Return the numbers as a separate message, after the given ones."""
@@ -248,9 +263,9 @@ class Weights:
         self.count()
         self._used = self.given is not None
 
-    def tally(self, skipped: int = 0, begun: int = 0) -> Tally:
-        """Return this rank's summands: its weight, and the numbers of its forwards."""
-        forwards = skipped, skipped**2, begun, begun**2
+    def tally(self, *counts: int) -> Tally:
+        """Return this rank's summands: its weight, and the numbers of `Forwards.count`."""
+        forwards = [n for count in counts for n in (count, count**2)]
         if self.given is None:
             return Tally(0.0, 0.0, 1.0, *forwards)
         self.count()

@@ -1,0 +1,411 @@
+"""Backwards whose forward did not go through the wrapper, and backwards within its forward."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import grad
+from torch.utils.checkpoint import checkpoint
+
+from ddp.common import assert_gradients, in_one_process, on_ranks
+from gradwire._torch import TORCHS_DDP
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MismatchError,
+    NotSupportedError,
+    ReductionError,
+)
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+class Net(nn.Module):
+    """A body with two heads, of which `loss` uses both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.other = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+        self.never = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(h), self.other(h)
+
+    def loss(self, x):
+        return sum(y.square().sum() for y in self(x))
+
+
+def batch(rank, step):
+    return torch.full((2, 4), (rank + 1.0 + step) / 5)
+
+
+def through(net, x):
+    return sum(y.square().sum() for y in net(x))
+
+
+# -- on all ranks: functions of a wrapper, a rank and a step ---------------------------------------
+
+
+def all_around(net, rank, step):
+    net.module.loss(batch(rank, step)).backward()
+
+
+def a_submodule(net, rank, step):
+    net.module.head(net.module.body(batch(rank, step))).sum().backward()
+
+
+def other_layers_on_each_rank(net, rank, step):
+    h = net.module.body(batch(rank, step))
+    (net.module.head, net.module.other)[(rank + step) % 2](h).sum().backward()
+
+
+def a_parameter(net, rank, step):
+    (net.module.head.weight * (rank + step + 1)).sum().backward()
+
+
+def both_in_one_loss(net, rank, step):
+    x = batch(rank, step)
+    (net.module.body(x).sum() + through(net, x) + net.module.loss(-x)).backward()
+
+
+def after_a_reduced_one(net, rank, step):
+    through(net, batch(rank, step)).backward()
+    net.module.loss(batch(rank, step + 1)).backward()
+
+
+def part_after_a_reduced_one(net, rank, step):
+    through(net, batch(rank, step)).backward()
+    net.module.body(batch(rank, step + 1)).sum().backward()
+
+
+def before_a_reduced_one(net, rank, step):
+    net.module.body(batch(rank, step + 1)).sum().backward()
+    through(net, batch(rank, step)).backward()
+
+
+def in_turns(net, rank, step):
+    loss = net.module.loss if step % 2 else partial(through, net)
+    loss(batch(rank, step)).backward()
+
+
+def twice(net, rank, step):
+    loss = net.module.loss(batch(rank, step))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def accumulated(net, rank, step):
+    with net.no_sync():
+        net.module.loss(batch(rank, step)).backward()
+        through(net, batch(rank, step)).backward()
+    net.module.loss(batch(rank, step + 1)).backward()
+
+
+def accumulated_in_another_part(net, rank, step):
+    with net.no_sync():
+        loss = through(net, batch(rank, step))
+    loss.backward()  # still local
+    net.module.body(batch(rank, step + 1)).sum().backward()
+
+
+def checkpoints(net, rank, step, *, use_reentrant=True):
+    x = batch(rank, step).requires_grad_()
+    h = checkpoint(net.module.body, x, use_reentrant=use_reentrant)
+    checkpoint(net.module.head, h, use_reentrant=use_reentrant).sum().backward()
+
+
+def beside_a_transform(net, rank, step):
+    x = batch(rank, step)
+    grad(lambda v: through(net, v))(x)
+    net.module.loss(x).backward()
+
+
+def beside_autograd_grad(net, rank, step):
+    loss = net.module.loss(batch(rank, step))
+    if rank == 0:
+        torch.autograd.grad(loss, [*net.module.body.parameters()], retain_graph=True)
+    loss.backward()
+
+
+def after_a_forward_without_a_backward(net, rank, step):
+    net(batch(rank, step))
+    net.module.loss(batch(rank, step)).backward()
+
+
+PROGRAMS = [
+    all_around,
+    a_submodule,
+    other_layers_on_each_rank,
+    a_parameter,
+    both_in_one_loss,
+    after_a_reduced_one,
+    part_after_a_reduced_one,
+    before_a_reduced_one,
+    in_turns,
+    twice,
+    accumulated,
+    accumulated_in_another_part,
+    checkpoints,
+    partial(checkpoints, use_reentrant=False),
+    beside_a_transform,
+    beside_autograd_grad,
+    after_a_forward_without_a_backward,
+]
+OPTIONS = [
+    ({}, None),
+    ({"find_unused_parameters": True}, None),
+    ({"bucket_cap_mb": 0, "gradient_as_bucket_view": True}, None),
+    ({}, "all_reduce"),
+    ({"find_unused_parameters": True}, "all_reduce"),
+]
+
+
+def run(programs, options, hook, ranks=2):
+    """Run each program for some steps with a wrapper of its own."""
+    failed = {}
+    for program in programs:
+        net = DistributedDataParallel(Net(), **options)
+        net.register_comm_hook(None, hook)
+        try:
+            for step in range(3):
+                expected = in_one_process(program, net.module, step, ranks)
+                net.zero_grad()
+                program(net, dist.get_rank(), step)
+                assert_gradients(net, expected)
+        except Exception as error:
+            failed[str(program)] = f"step {step}: {type(error).__name__}: {error}"[:300]
+            if isinstance(error, DistributedError):
+                break
+    return failed
+
+
+@pytest.mark.parametrize(("options", "hook"), OPTIONS)
+def test_gradients_are_those_of_one_process(options, hook):
+    for failed in run_ranks(run, 2, args=(PROGRAMS, options, hook)):
+        assert not failed
+
+
+STATIC = [all_around, a_submodule, in_turns, twice, accumulated]
+
+
+def test_a_static_graph():
+    """The first backward decides which parameters are used, whichever way its forward went."""
+    for failed in run_ranks(run, 2, args=(STATIC, {"static_graph": True}, None)):
+        assert not failed
+
+
+class Twice(nn.Linear):
+    """A layer in two checkpoints."""
+
+    def forward(self, x):
+        return sum(checkpoint(super(Twice, self).forward, x, use_reentrant=True) for _ in range(2))
+
+
+@on_ranks(2)
+def test_a_static_graph_of_which_a_part_is_run():
+    net = DistributedDataParallel(Twice(4, 1), static_graph=True)
+    for _ in range(2):
+        net.zero_grad()
+        net(batch(dist.get_rank(), 0).requires_grad_()).sum().backward()
+        assert net.module.weight.grad.tolist() == [pytest.approx([1.2] * 4)]
+    with pytest.raises(ReductionError, match=r"got fewer gradients .*, rank \d at .*:\d+"):
+        (net.module.weight * batch(0, 0)).sum().backward()
+
+
+@on_ranks(2)
+def test_two_wrappers_and_a_loss_around_them():
+    nets = [DistributedDataParallel(Net()) for _ in range(2)]
+    twins = [copy.deepcopy(net.module) for net in nets]
+    for step in range(3):
+        x = batch(dist.get_rank(), step)
+        for net, twin in zip(nets, twins, strict=True):
+            expected = in_one_process(
+                lambda n, r, s: n.module.loss(batch(r, s)).backward(), twin, step, 2
+            )
+            net.expected = expected
+            net.zero_grad()
+        sum(net.module.loss(x) for net in nets).backward()
+        for net in nets:
+            assert_gradients(net, net.expected)
+
+
+@on_ranks(2)
+def test_a_compiled_module():
+    net = DistributedDataParallel(Net())
+    compiled = torch.compile(net.module, backend="aot_eager")
+    for step in range(2):
+        expected = in_one_process(all_around, net.module, step, 2)
+        net.zero_grad()
+        through(compiled, batch(dist.get_rank(), step)).backward()
+        assert_gradients(net, expected)
+
+
+@on_ranks(2)
+def test_frozen_parameters_and_weights():
+    """A parameter that is frozen on all ranks keeps its gradient; weights count here, too."""
+    net = DistributedDataParallel(Net())
+    net.module.head.requires_grad_(False)
+    kept = net.module.head.weight.grad = torch.full((2, 8), 5.0)
+    rank = dist.get_rank()
+    for step in range(2):
+        net.module.body.zero_grad()
+        net.module.other.zero_grad()
+        net.weight(1 + 2 * rank)
+        net.module.loss(batch(rank, step)).backward()
+        assert torch.equal(net.module.head.weight.grad, kept)
+        plain = copy.deepcopy(net.module)
+        plain.zero_grad()
+        for r in range(2):
+            (plain.loss(batch(r, step)) * (1 + 2 * r) / 4).backward()
+        torch.testing.assert_close(net.module.body.weight.grad, plain.body.weight.grad)
+
+
+@on_ranks(2)
+def test_parameters_that_were_added_are_noticed():
+    net = DistributedDataParallel(Net())
+    net.module.never.requires_grad_(True)
+    with pytest.raises(Exception, match=r"parameters \['never'\] were frozen when"):
+        all_around(net, 0, 0)
+
+
+@on_ranks(2)
+def test_what_cannot_be_agreed_on():
+    net = DistributedDataParallel(Net().bfloat16())
+    with pytest.raises(NotSupportedError, match=r"no bucket of float32 .* rank \d at .*:\d+"):
+        net.module.body(batch(0, 0).bfloat16()).sum().backward()
+    net.register_comm_hook(None, "all_reduce")
+    net.zero_grad()
+    net.module.body(batch(dist.get_rank(), 0).bfloat16()).sum().backward()
+    assert net.module.head.weight.grad is None
+    net = DistributedDataParallel(Net())
+    with pytest.raises(NotSupportedError, match=r"in join\(\)"), net.join():
+        all_around(net, 0, 0)
+
+
+# -- on one rank alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [None, "all_reduce"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("program", [all_around, a_submodule])
+@on_ranks(3)
+def test_a_backward_around_on_one_rank(program, options, hook):
+    """All ranks learn which rank ran it, and where; the next step works."""
+    net = DistributedDataParallel(Net(), **options)
+    net.register_comm_hook(None, hook)
+    rank = dist.get_rank()
+    through(net, batch(rank, 0)).backward()
+    run = program if rank == 1 else lambda net, *at: through(net, batch(*at)).backward()
+    with pytest.raises(MismatchError, match=rf"only \(rank 1 at {__file__}:\d+\): call"):
+        run(net, rank, 1)
+    expected = in_one_process(all_around, net.module, 2, 3)
+    net.zero_grad()
+    through(net, batch(rank, 2)).backward()
+    assert_gradients(net, expected)
+
+
+@on_ranks(2)
+def test_one_rank_that_waits_in_vain():
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    net = DistributedDataParallel(Net(), process_group=group)
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match=rf"rank 0 at {__file__}:\d+: "):
+            all_around(net, 0, 0)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_one_rank_in_no_sync():
+    net = DistributedDataParallel(Net())
+    for step in range(2):
+        if dist.get_rank() == 0:
+            with net.no_sync():
+                all_around(net, 0, 0)
+        expected = in_one_process(all_around, net.module, step, 2)
+        net.zero_grad()
+        through(net, batch(dist.get_rank(), step)).backward()
+        assert_gradients(net, expected)
+
+
+# -- within a forward -----------------------------------------------------------------------------
+
+
+class InnerLoop(nn.Module):
+    """A forward that runs a backward on some ranks, and keeps its gradients or not."""
+
+    def __init__(self, ranks, *, keeps):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.ranks, self.keeps = ranks, keeps
+
+    def forward(self, x, rank):
+        if rank in self.ranks:
+            before = [p.grad for p in self.body.parameters()]
+            self.body.zero_grad()
+            with torch.enable_grad():
+                self.body(x.detach()).square().sum().backward()
+            local = torch.linalg.vector_norm(self.body.weight.grad)
+            if not self.keeps:
+                for p, kept in zip(self.body.parameters(), before, strict=True):
+                    p.grad = kept
+            x = x + local
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@pytest.mark.parametrize(
+    ("options", "hook"), [*OPTIONS[:2], OPTIONS[3], ({"static_graph": True}, None)]
+)
+def test_a_backward_within_forward(ranks, keeps, options, hook, same_as_one_process):
+    """Its gradients are this rank's own, until the backward of the output reduces what is left."""
+
+    def program(net, rank, step):
+        if rank == 1 and not keeps:
+            with torch.no_grad():
+                net(batch(rank, step), rank)
+        with net.no_sync():
+            net(batch(rank, step + 5), rank).sum().backward()
+        net(batch(rank, step), rank).square().sum().backward()
+
+    model = partial(InnerLoop, ranks, keeps=keeps)
+    same_as_one_process(program, 2, options, hook, model=model)
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+class Waits(nn.Linear):
+    """Leaves its forward when told."""
+
+    def forward(self, entered, leave):
+        entered.set()
+        assert leave.wait(10)
+        return self.weight.sum()
+
+
+@pytest.mark.parametrize("ends_first", [0, 1])
+@on_ranks(1)
+def test_forwards_in_threads_leave_no_module_active(ends_first):
+    leave, threads = [threading.Event() for _ in range(2)], []
+    for i in range(2):
+        entered, net = threading.Event(), DistributedDataParallel(Waits(1, 1))
+        threads.append(threading.Thread(target=net, args=(entered, leave[i])))
+        threads[i].start()
+        assert entered.wait(10)
+    for i in (ends_first, 1 - ends_first):
+        leave[i].set()
+        threads[i].join()
+    assert TORCHS_DDP._active_ddp_module is None
