@@ -15,14 +15,6 @@ PRIVATE = {
     "test_ddp_build_debug_param_to_name_mapping_requires_grad": "calls the same private helpers",
     "test_detect_ddp_is_actually_static": "reads `reducer._ddp_graph_static()`",
     "test_ddp_static_graph_nested_types": "wraps a wrapper: a parameter has one reducer",
-    **dict.fromkeys(
-        [
-            "test_ddp_returns_tensor_with_no_grad",
-            "test_ddp_new_tensor_in_fwd",
-            "test_ddp_new_tensor_in_fwd_static_graph",
-        ],
-        "wraps a module again before its first wrapper is deleted: a parameter has one reducer",
-    ),
     "test_ddp_hook_pickling_powerSGD": "loads a state_dict into a module without a hook: ours "
     "holds the hook's state, and asks for the hook first",
     "test_invalid_static_graph": "looks for the whole text of one of PyTorch's messages; both "

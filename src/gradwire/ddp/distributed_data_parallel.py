@@ -56,7 +56,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Every rank has a replica of the module and its own batch. Parameters and buffers start with rank
     0's values. After `loss.backward()` each `param.grad` holds the mean of the ranks' gradients,
-    with the same bits on every rank, so that equal optimizers keep the replicas equal.
+    with the same bits on every rank, so that equal optimizers keep the replicas equal. This holds
+    whichever way the forward went, also around the wrapper (`net.module(x)`), if it did so on all
+    ranks. Only backwards in `no_sync`, and within a forward of the wrapper, stay local.
 
     Adjoint convention: the objective is Σ_r L_r / W, the mean of the ranks' losses.
 
@@ -116,8 +118,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         ArgumentTypeError: `module` is not a module, or `process_group` is not a group.
         MismatchError: The ranks' models differ. Raised on every rank with the name of the
             parameter.
-        NotSupportedError: A parameter's `grad_dtype` is not its dtype, another wrapper has the
-            parameter, too, or `mixed_precision` is given.
+        NotSupportedError: A parameter's `grad_dtype` is not its dtype, or `mixed_precision` is
+            given.
 
     Example:
         Each rank has its own input; both have the mean of the gradients.
@@ -214,6 +216,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Raises:
             ArgumentError: Parameters were added, replaced or thawed since wrapping.
+            NotSupportedError: Another wrapper of the same parameters has been used.
             ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
@@ -297,7 +300,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._reduced.around = self.reducer.prepare_around = WeakMethod(self._prepare_around)
+        if self._reduced.around is None:  # `copy.copy` shares it
+            self._reduced.around = self.reducer.prepare_around = WeakMethod(self._prepare_around)
 
     @run_as_written
     def _after(self, output: Any, syncing: bool, began: int) -> Any:
@@ -326,7 +330,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients locally: backwards of forwards in this context send nothing.
 
-        The first backward of a forward outside of it reduces the accumulated gradients.
+        Neither do backwards in it whose forward went around the wrapper. The first other backward
+        reduces the accumulated gradients.
 
         Args:
             enabled: If False, the context has no effect. One loop can then contain both kinds of
