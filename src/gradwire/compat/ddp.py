@@ -243,7 +243,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             raise reworded from error
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._reword_errors()
 
     def _reword_errors(self) -> None:
