@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,7 +17,9 @@ import platform
 import random
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -42,38 +45,72 @@ class Failed(AssertionError):
 
 
 class Members:
-    """The processes of one run."""
+    """Processes of one run, by their order of start, and what they send."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, Any] = {}
+        self.sent: list[Any] = []
+        self._pipes: dict[int, Any] = {}
+        self._numbers = itertools.count()
+
+    def fork(self, target: Callable[..., None], *arguments: Any) -> int:
+        """Start `target(number, *arguments, pipe)`; return the number of its process."""
+        # the process has imported torch: it takes a fifth of a second instead of two
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        number = next(self._numbers)
+        process = CONTEXT.Process(target=target, args=(number, *arguments, sender), daemon=True)
+        process.start()
+        sender.close()
+        self.processes[number], self._pipes[number] = process, receiver
+        return number
+
+    def running(self) -> list[int]:
+        return [i for i, process in self.processes.items() if process.exitcode is None]
+
+    def read(self) -> None:
+        """Take what they have sent."""
+        for pipe in self._pipes.values():
+            with contextlib.suppress(EOFError, OSError):  # it may have died while it wrote
+                while pipe.poll():
+                    self.sent.append(pipe.recv())
+
+    def kill(self, number: int) -> None:
+        """Kill one, and forget it."""
+        process = self.processes.pop(number)
+        process.kill()
+        process.join()
+        self.read()
+        process.close()
+        self._pipes.pop(number).close()
+
+    def close(self) -> None:
+        """End what is left."""
+        for number in [*self._pipes]:
+            self.kill(number)
+
+
+def serve() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Struck(Members):
+    """Members that a plan's faults strike."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.reports = plan, []
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[Any] = []
-        self.pipes: list[Any] = []
+        super().__init__()
+        self.plan, self.store = plan, serve()
         self.stopped: dict[int, float] = {}
         self.down: dict[int, float] = {}
         self.without_store: set[int] = set()
         self.struck = dict.fromkeys(["killed", "stopped", "reset", "joined", "down"], 0)
+        for _ in range(plan.members):
+            self.start()
 
     def start(self) -> None:
         """Start one more."""
-        receiver, sender = CONTEXT.Pipe(duplex=False)
-        arguments = (self.plan, len(self.processes), self.store.port, sender)
-        process = CONTEXT.Process(target=worker.main, args=arguments, daemon=True)
-        process.start()
-        sender.close()
-        self.processes.append(process)
-        self.pipes.append(receiver)
+        number = self.fork(worker.main, self.plan, self.store.port)
         if self.plan.apart:
-            links.connect_network(process.pid)
-
-    def running(self) -> list[int]:
-        return [i for i, process in enumerate(self.processes) if process.exitcode is None]
-
-    def close(self) -> None:
-        """End what is left; whether anything was."""
-        for process in self.processes:
-            process.kill()
-            process.join()
+            links.connect_network(self.processes[number].pid)
 
 
 def run(plan: Plan) -> tuple[list[Any], dict[str, int]]:
@@ -84,25 +121,14 @@ def run(plan: Plan) -> tuple[list[Any], dict[str, int]]:
     Raises:
         Failed: A member ended with an error, or the run took too long.
     """
-    members = Members(plan)
-    chance = random.Random(plan.seed + 1)
-    try:
-        for _ in range(plan.members):
-            members.start()
-        _watch(members, chance)
-        return [report for pipe in members.pipes for report in _reports(pipe)], members.struck
-    finally:
-        members.close()
+    folder = tempfile.TemporaryDirectory()
+    with folder, contextlib.closing(Struck(replace(plan, folder=folder.name))) as members:
+        _watch(members, random.Random(plan.seed + 1))
+        members.read()
+        return members.sent, members.struck
 
 
-def _reports(pipe: Any) -> list[Any]:
-    with contextlib.suppress(EOFError, OSError):
-        if pipe.poll():
-            return [pipe.recv()]
-    return []
-
-
-def _watch(members: Members, chance: random.Random) -> None:
+def _watch(members: Struck, chance: random.Random) -> None:
     plan, began = members.plan, time.monotonic()
     faults = sorted(plan.from_outside, key=lambda fault: fault[1])
     first: float | None = None  # faults are counted from the first generation
@@ -122,8 +148,7 @@ def _watch(members: Members, chance: random.Random) -> None:
         for index in [i for i, until in members.down.items() if now > until]:
             links.switch_network(members.processes[index].pid, "up")
             del members.down[index]
-        ended = [i for i, p in enumerate(members.processes) if p.exitcode is not None]
-        for index in set(ended) - seen:
+        for index in members.processes.keys() - {*members.running()} - seen:
             seen.add(index)
             code = members.processes[index].exitcode
             if code == -signal.SIGKILL:
@@ -136,7 +161,7 @@ def _watch(members: Members, chance: random.Random) -> None:
         wait([members.processes[i].sentinel for i in members.running()], timeout=0.01)
 
 
-def _strike(members: Members, fault: str, chance: random.Random, now: float) -> None:
+def _strike(members: Struck, fault: str, chance: random.Random, now: float) -> None:
     if fault == "JOIN":
         members.struck["joined"] += 1
         members.start()

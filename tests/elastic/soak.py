@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import random
-import signal
 import sys
 import time
 from multiprocessing.connection import wait
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from elastic.kills import CONTEXT
-from elastic.worker import EVERY, KINDS, STOP, Digest, member_of_soak
+from elastic.kills import Members, serve
+from elastic.worker import EVERY, KINDS, STOP, member_of_soak
 
 MEMBERS = 3
 
@@ -50,86 +48,44 @@ class Held(NamedTuple):
     descriptors: int
 
 
-class Soak:
+class Soak(Members):
     """The processes of the run.
 
     Args:
-        backend: Of the members.
-        members: How many there are at a time.
-        pause: Seconds that each step takes at least.
-        kind: Of the model and its optimizer.
+        options: Number of members at a time, backend, seconds of each step, and kind of the model
+            and its optimizer.
     """
 
-    def __init__(self, backend: str, members: int, pause: float, kind: str) -> None:
-        self._options = (members, backend, pause, kind)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: dict[int, Any] = {}
-        self.pipes: dict[int, Any] = {}
-        self.digests: list[Digest] = []
-        self.started = self.kills = 0
-        for _ in range(members):
-            self.start()
+    def __init__(self, *options: Any) -> None:
+        super().__init__()
+        self._options, self.store, self.kills = options, serve(), 0
+        for _ in range(options[0]):
+            self.fork(member_of_soak, self.store.port, *options)
 
-    def start(self) -> None:
-        """Start one more."""
-        receiver, sender = CONTEXT.Pipe(duplex=False)
-        arguments = (self.store.port, self.started, *self._options, sender)
-        process = CONTEXT.Process(target=member_of_soak, args=arguments, daemon=True)
-        process.start()
-        sender.close()
-        self.processes[self.started], self.pipes[self.started] = process, receiver
-        self.started += 1
-
-    def kill(self) -> None:
+    def replace(self) -> None:
         """Kill the youngest, and start another."""
-        number = max(self.processes)
-        os.kill(self.processes[number].pid, signal.SIGKILL)
-        self.processes[number].join()
-        self.read(number)
-        self.processes.pop(number).close()
-        self.pipes.pop(number).close()
+        self.kill(max(self.processes))
         self.kills += 1
-        self.start()
-
-    def read(self, number: int) -> None:
-        """Take the digests that a member has sent."""
-        with contextlib.suppress(EOFError, OSError):  # it may have died while it wrote one
-            while self.pipes[number].poll():
-                self.digests.append(self.pipes[number].recv())
+        self.fork(member_of_soak, self.store.port, *self._options)
 
     def check(self) -> None:
         """Raise if a member has ended by itself."""
-        for number, process in self.processes.items():
-            assert process.exitcode is None, f"member {number} ended with {process.exitcode}"
-            self.read(number)
-
-    def end(self) -> None:
-        """Let the members stop at the same step."""
-        last = max(found.steps for found in self.digests)
-        self.store.set(STOP, str(last + 3 * EVERY))
-        self.wait(300)
+        codes = {number: process.exitcode for number, process in self.processes.items()}
+        assert not any(codes.values()), f"members ended with {codes}"
+        self.read()
 
     def wait(self, seconds: float) -> None:
         """Wait until all members have stopped."""
         until = time.monotonic() + seconds
-        while running := [p for p in self.processes.values() if p.exitcode is None]:
+        while running := self.running():
             assert time.monotonic() < until, "members did not stop"
-            wait([p.sentinel for p in running], timeout=1.0)
-            for number in self.processes:
-                self.read(number)
-        codes = [p.exitcode for p in self.processes.values()]
-        assert not any(codes), f"members ended with {codes}"
+            wait([self.processes[number].sentinel for number in running], timeout=1.0)
+            self.check()
 
     def held(self, seconds: float) -> list[Held]:
         """Return the current resources of each process."""
         pids = {"store": os.getpid(), **{str(n): p.pid for n, p in self.processes.items()}}
         return [Held(round(seconds, 1), name, *_held(pid)) for name, pid in pids.items()]
-
-    def close(self) -> None:
-        """End what is left."""
-        for process in self.processes.values():
-            process.kill()
-            process.join()
 
 
 def _held(pid: int) -> tuple[int, int, int]:
@@ -154,7 +110,7 @@ def soak(
 ) -> dict[str, Any]:
     """Run; what the processes held, and what the weights were."""
     shared = set(os.listdir("/dev/shm"))
-    run, chance = Soak(backend, members, pause, kind), random.Random(0)
+    run, chance = Soak(members, backend, pause, kind), random.Random(0)
     found: list[Held] = []
     began = time.monotonic()
     try:
@@ -162,20 +118,22 @@ def soak(
         while (now := time.monotonic()) < began + 60 * minutes:
             run.check()
             if now > kill_at:
-                run.kill()
+                run.replace()
                 kill_at = now + kill_every * (0.5 + chance.random())
             if now > look_at:
                 gc.collect()
                 found += run.held(now - began)
                 look_at = now + look_every
             time.sleep(0.05)
-        run.end()
+        last = max(found.steps for found in run.sent)
+        run.store.set(STOP, str(last + 3 * EVERY))  # all stop at the same step
+        run.wait(300)
     finally:
         run.close()
-    assert run.digests, "nobody came to the first comparison"
-    steps = max(digest.steps for digest in run.digests)
+    assert run.sent, "nobody came to the first comparison"
+    steps = max(digest.steps for digest in run.sent)
     expected = alone(steps, kind)
-    wrong = [tuple(d) for d in run.digests if expected[d.steps] != d.digest]
+    wrong = [tuple(d) for d in run.sent if expected[d.steps] != d.digest]
     left = sorted(n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n)
     return {
         "backend": backend,
@@ -185,7 +143,7 @@ def soak(
         "kills": run.kills,
         "steps": steps,
         "keys in the store": run.store.num_keys(),
-        "comparisons": len(run.digests),
+        "comparisons": len(run.sent),
         "weights that differ": wrong,
         "left in /dev/shm": left,
         "held": found,
@@ -194,10 +152,10 @@ def soak(
 
 def alone(steps: int, kind: str) -> dict[int, str]:
     """The weights that one member alone has after every so many steps."""
-    run = Soak("shm", 1, 0.0, kind)
-    run.store.set(STOP, str(steps))
-    run.wait(3600)
-    return {found.steps: found.digest for found in run.digests}
+    with contextlib.closing(Soak(1, "shm", 0.0, kind)) as run:
+        run.store.set(STOP, str(steps))
+        run.wait(3600)
+        return {found.steps: found.digest for found in run.sent}
 
 
 def trend(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:

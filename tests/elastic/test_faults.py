@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from elastic import program
-from elastic.kills import CONTEXT
+from elastic.kills import Members, serve
 
 PROGRAM = Path(__file__).with_name("program.py")
 LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
@@ -31,41 +30,25 @@ STEPS = 40
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
 
 
-class Forked:
-    """A process that has imported torch before it starts, with what `Popen` has of it.
-
-    It takes a fifth of a second instead of two, and the memory of one.
-    """
-
-    def __init__(self, environment: dict[str, str], arguments: Sequence[Any]) -> None:
-        self._process = CONTEXT.Process(target=_run_program, args=(environment, arguments))
-        self._process.start()
-        self.pid: int = self._process.pid
-        self.kill, self.terminate = self._process.kill, self._process.terminate
-
-    def wait(self, seconds: float | None = None) -> int:
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a member", seconds or 0.0)
-        return int(self._process.exitcode)
-
-
-def _run_program(environment: dict[str, str], arguments: Sequence[Any]) -> None:
+def run_program(
+    number: int, environment: dict[str, str], arguments: Sequence[Any], pipe: Any
+) -> None:
     os.environ.update(environment)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     program.main(*arguments)
 
 
-class Members:
+class Programs(Members):
     """Programs that train, and what they have written.
 
     They go no further than to their last step before `until_ended` is called.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.log = folder / "log"
         self.log.touch()
-        self.processes: list[Forked | subprocess.Popen[bytes]] = []
+        self.launched: list[subprocess.Popen[bytes]] = []
 
     def start(
         self,
@@ -86,14 +69,14 @@ class Members:
         arguments = (str(self.log), steps, pause, backend, timeout)
         for _ in range(count):
             if not launcher:
-                self.processes.append(Forked(names, arguments))
+                self.fork(run_program, names, arguments)
                 continue
             process = subprocess.Popen(
                 [*launcher, str(PROGRAM), *map(str, arguments)],
                 env={**os.environ, **names},
                 stderr=subprocess.DEVNULL,
             )
-            self.processes.append(process)
+            self.launched.append(process)
 
     def lines(self, key: str) -> list[dict[str, Any]]:
         """Return the lines that have a key."""
@@ -138,9 +121,10 @@ class Members:
 
     def close(self) -> None:
         """End what is left, whole groups of processes that launchers may have made included."""
-        for process in self.processes:
+        super().close()
+        for process in self.launched:
             process.terminate()
-        for process in self.processes:
+        for process in self.launched:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
@@ -151,43 +135,27 @@ class Members:
 
 
 @pytest.fixture
-def members(tmp_path: Path) -> Iterator[Members]:
-    found = Members(tmp_path)
+def members(tmp_path: Path) -> Iterator[Programs]:
+    found = Programs(tmp_path)
     yield found
     found.close()
 
 
-class Store:
-    """A store in a forked process."""
-
-    def __init__(self) -> None:
-        receiver, sender = CONTEXT.Pipe(duplex=False)
-        self._process = CONTEXT.Process(target=_serve, args=(sender,))
-        self._process.start()
-        self.port = receiver.recv()
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-def _serve(sender: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sender.send(store.port)
+def serve_forked(number: int, pipe: Any) -> None:
+    store = serve()
+    pipe.send(store.port)
     signal.pause()
 
 
 @contextlib.contextmanager
-def served() -> Iterator[tuple[Store, str]]:
+def served() -> Iterator[tuple[Any, str]]:
     """A store in a process of its own: the process, and the store's address."""
-    store = Store()
-    try:
-        yield store, f"127.0.0.1:{store.port}"
-    finally:
-        store.kill()
+    with contextlib.closing(Members()) as stores:
+        process = stores.processes[stores.fork(serve_forked)]
+        while not stores.sent:
+            stores.read()
+            time.sleep(0.01)
+        yield process, f"127.0.0.1:{stores.sent[0]}"
 
 
 @contextlib.contextmanager
@@ -209,8 +177,8 @@ def served_by_program(address: str, before: Sequence[str]) -> Iterator[None]:
 def digest_of(steps: int) -> str:
     """That of a run of one member in which nothing fails."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Members(Path(folder))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        found = Programs(Path(folder))
+        store = serve()
         found.start(f"127.0.0.1:{store.port}", members=1, steps=steps, pause=0.0)
         (end,) = found.until_ended(1)
         found.close()
@@ -223,7 +191,7 @@ def quiet() -> str:
     return digest_of(STEPS)
 
 
-def test_the_store_dies_and_nobody_else(members: Members, quiet: str) -> None:
+def test_the_store_dies_and_nobody_else(members: Programs, quiet: str) -> None:
     with served() as (store, address):
         members.start(address, count=2, members=2)
         members.until_trained(2)
@@ -232,7 +200,7 @@ def test_the_store_dies_and_nobody_else(members: Members, quiet: str) -> None:
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
 
-def wakes_when_the_run_is_over(members: Members, sleeping: int, awake: int) -> None:
+def wakes_when_the_run_is_over(members: Programs, sleeping: int, awake: int) -> None:
     """One ends with the run's result, and the other, which sleeps until then, without any."""
     (end,) = members.until_ended(1)
     os.kill(sleeping, signal.SIGCONT)
@@ -243,7 +211,7 @@ def wakes_when_the_run_is_over(members: Members, sleeping: int, awake: int) -> N
     assert "RunOverError" in late["error"], late
 
 
-def test_a_member_sleeps_until_the_others_are_done(members: Members) -> None:
+def test_a_member_sleeps_until_the_others_are_done(members: Programs) -> None:
     """It trained on from its own state, alone, and ended with another result."""
     with served() as (_, address):
         members.start(address, count=2, members=2)
@@ -252,7 +220,7 @@ def test_a_member_sleeps_until_the_others_are_done(members: Members) -> None:
         wakes_when_the_run_is_over(members, sleeping, awake)
 
 
-def test_two_members_sleep_by_turns(members: Members) -> None:
+def test_two_members_sleep_by_turns(members: Programs) -> None:
     """Each takes the other for dead, and goes on alone: one has the run's result, and one none."""
     with served() as (_, address):
         members.start(address, count=2, members=2)
@@ -265,7 +233,7 @@ def test_two_members_sleep_by_turns(members: Members) -> None:
         wakes_when_the_run_is_over(members, sleeping=second, awake=first)
 
 
-def test_the_store_dies_and_then_a_member(members: Members) -> None:
+def test_the_store_dies_and_then_a_member(members: Programs) -> None:
     with served() as (store, address):
         members.start(address, count=3, members=3)
         pids = members.until_trained(3)
@@ -279,11 +247,11 @@ def test_the_store_dies_and_then_a_member(members: Members) -> None:
         assert end["time"] - killed < 30.0
 
 
-def test_the_store_hangs_and_then_a_member_dies(members: Members) -> None:
+def test_the_store_hangs_and_then_a_member_dies(members: Programs) -> None:
     with served() as (store, address):
         members.start(address, count=2, members=2, timeout=2.0)
         pids = members.until_trained(2)
-        store.send_signal(signal.SIGSTOP)
+        os.kill(store.pid, signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
         killed = time.monotonic()
         (end,) = members.until_ended(1)
@@ -293,7 +261,7 @@ def test_the_store_hangs_and_then_a_member_dies(members: Members) -> None:
 
 @LONG
 def test_a_member_without_descriptors_ends_and_the_others_go_on(
-    members: Members, quiet: str
+    members: Programs, quiet: str
 ) -> None:
     with served() as (_, address):
         members.start(address, count=3, members=3)
@@ -307,7 +275,7 @@ def test_a_member_without_descriptors_ends_and_the_others_go_on(
     assert by_pid[pids[2]].get("digest") == quiet, ends
 
 
-def test_a_member_asks_for_more_memory_than_there_is(members: Members, quiet: str) -> None:
+def test_a_member_asks_for_more_memory_than_there_is(members: Programs, quiet: str) -> None:
     with served() as (_, address):
         members.start(address, members=3, mode="memory")
         members.start(address, count=2, members=3)
@@ -319,7 +287,7 @@ def test_a_member_asks_for_more_memory_than_there_is(members: Members, quiet: st
 
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=LONG)])
-def test_a_member_without_memory_for_a_group(members: Members, quiet: str, backend: str) -> None:
+def test_a_member_without_memory_for_a_group(members: Programs, quiet: str, backend: str) -> None:
     with served() as (_, address):
         members.start(address, count=3, members=3, backend=backend)
         pids = members.until_trained(3)
@@ -334,14 +302,14 @@ def test_a_member_without_memory_for_a_group(members: Members, quiet: str, backe
 
 
 @LONG
-def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
+def test_interrupted_and_ended_in_a_step(members: Programs, quiet: str) -> None:
     with served() as (_, address):
         launcher = [sys.executable]
         members.start(address, count=3, members=3, backend="shm", launcher=launcher)
         pids = members.until_trained(3)
         os.kill(pids[0], signal.SIGINT)
         os.kill(pids[1], signal.SIGTERM)
-        codes = {p.pid: p.wait(LIMIT) for p in members.processes if p.pid in pids[:2]}
+        codes = {p.pid: p.wait(LIMIT) for p in members.launched if p.pid in pids[:2]}
         (end,) = members.until_ended(1)
     assert codes[pids[0]] == -signal.SIGINT
     assert codes[pids[1]] == -signal.SIGTERM
@@ -349,7 +317,7 @@ def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=LONG)])
-def test_killed_while_a_forked_child_lives(members: Members, quiet: str, backend: str) -> None:
+def test_killed_while_a_forked_child_lives(members: Programs, quiet: str, backend: str) -> None:
     with served() as (_, address):
         members.start(address, members=2, backend=backend, mode="fork")
         members.start(address, members=2, backend=backend)
@@ -363,19 +331,19 @@ def test_killed_while_a_forked_child_lives(members: Members, quiet: str, backend
 
 
 @LONG
-def test_the_interpreter_exits_while_a_thread_trains(members: Members, quiet: str) -> None:
+def test_the_interpreter_exits_while_a_thread_trains(members: Programs, quiet: str) -> None:
     with served() as (_, address):
         launcher = [sys.executable]
         members.start(address, members=2, backend="shm", pause=0.1, mode="exit", launcher=launcher)
         members.start(address, members=2, backend="shm", pause=0.1)
-        assert members.processes[0].wait(LIMIT) == 7
+        assert members.launched[0].wait(LIMIT) == 7
         (end,) = members.until_ended(1)
     assert end["digest"] == quiet
 
 
 @LONG
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root")
-def test_another_users_process_is_refused(members: Members, quiet: str) -> None:
+def test_another_users_process_is_refused(members: Programs, quiet: str) -> None:
     with served() as (_, address):
         members.start(address, members=1, backend="shm")
         members.until_trained(1)
@@ -387,17 +355,17 @@ def test_another_users_process_is_refused(members: Members, quiet: str) -> None:
     assert {line["size"] for line in members.lines("step")} == {1}
 
 
-def test_the_supervisor_is_killed(members: Members) -> None:
+def test_the_supervisor_is_killed(members: Programs) -> None:
     launcher = [sys.executable, "-m", "gradwire.elastic", "--nproc-per-node", "2"]
     members.start("", members=2, steps=10**6, launcher=launcher)
     pids = members.until_trained(2)
-    members.processes[0].kill()
+    members.launched[0].kill()
     members.until(lambda: not any(map(runs, pids)), "members outlive their supervisor")
 
 
 @LONG
 @pytest.mark.timeout(300)
-def test_torchrun_with_one_agent_for_each_member(members: Members) -> None:
+def test_torchrun_with_one_agent_for_each_member(members: Programs) -> None:
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     with served() as (_, address):
         launcher = [*agent, "--max-restarts=3"]
@@ -450,7 +418,7 @@ class Hosts:
         """Prefix of a command that runs on a host."""
         return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
 
-    def start(self, started: Members, **options: Any) -> None:
+    def start(self, started: Programs, **options: Any) -> None:
         """Start members on both hosts."""
         for host in range(2):
             python = ["env", "GLOO_SOCKET_IFNAME=link0", sys.executable]
@@ -495,18 +463,18 @@ def hosts() -> Iterator[Hosts]:
     found.close()
 
 
-def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: str) -> None:
+def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Programs, quiet: str) -> None:
     with served_by_program(STORE, hosts.inside(0)):
         hosts.start(members, count=2, members=4, timeout=60.0, backend="shm")
         members.until_together(4)
-        for process in members.processes[::2]:
+        for process in members.launched[::2]:
             os.kill(_child(process.pid), signal.SIGKILL)
         ends = members.until_ended(2)
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
 
 @LONG
-def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
+def test_a_host_is_cut_off(hosts: Hosts, members: Programs, quiet: str) -> None:
     with served_by_program(STORE, hosts.inside(0)):
         hosts.start(members, members=2, pause=0.1)
         members.until_together(2)
@@ -523,7 +491,7 @@ def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
 
 
 @LONG
-def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> None:
+def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Programs) -> None:
     with served_by_program(STORE, hosts.inside(0)):
         hosts.start(members, members=2, pause=0.1, steps=400, timeout=60.0)
         members.until_together(2)

@@ -39,7 +39,9 @@ def test_the_first_member_is_killed_in_a_commit_and_another_joins(
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point: str, backend: str, expected: tuple[str, list[float]]) -> None:
-    times = {"rendezvous": 1, "form": 1, "transfer": 1, "sent": 1, "validate": 3}.get(point, 5)
+    times = {"rendezvous": 1, "form": 1, "transfer": 1, "sent": 1, "validate": 3, "save": 1}.get(
+        point, 5
+    )
     assert check(Plan(2, 3, backend, self_kills={1: (point, times)}), *expected)["done"] >= 2
 
 

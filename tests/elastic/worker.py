@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ POINTS = (
     "apply",
     "validate",
     "settle",
+    "save",
 )
 KINDS = ("plain", "fused", "bfloat16", "local")
 EVERY = 200
@@ -66,6 +68,7 @@ class Plan:
     from_outside: list[tuple[str, float]] = field(default_factory=list)  # one of FAULTS, seconds
     restart: bool = True
     apart: bool = False
+    folder: str = ""  # for the checkpoint after the last step
 
     @staticmethod
     def random(
@@ -92,7 +95,7 @@ class Plan:
         for _ in range(chance.randint(1, 3)):
             if chance.random() < 0.5:
                 victim = chance.randrange(plan.members + 1)  # the last is one that joins later
-                early = ("rendezvous", "form", "transfer")
+                early = ("rendezvous", "form", "transfer", "save")
                 point = chance.choice(POINTS)
                 times = 1 if point in early else chance.randint(1, 3 if point == "sent" else 20)
                 plan.self_kills[victim] = (point, times)
@@ -160,7 +163,7 @@ class Losses:
         self.by_step = state["by_step"]
 
 
-def main(plan: Plan, number: int, port: int, report: Any) -> None:
+def main(number: int, plan: Plan, port: int, report: Any) -> None:
     """Train, and send the digest of the weights, the ledger, and what is left open for how long."""
     torch.set_num_threads(1)
     if plan.apart:
@@ -231,6 +234,9 @@ def _train(plan: Plan, store: dist.Store) -> tuple[DistributedDataParallel, Loss
                     time.sleep(plan.pause)
                     step.backward(_loss(model, x, y, ids, 1.0))
             step.commit(optimizer, ledger)
+    folder = Path(plan.folder)
+    run.save(folder)
+    snapshot.load(run._kept.objects, folder / f"step-{plan.steps:09d}")  # it has the same bits
     return model, losses
 
 
@@ -271,7 +277,7 @@ class Digest(NamedTuple):
 
 
 def member_of_soak(
-    port: int, number: int, members: int, backend: str, pause: float, kind: str, pipe: Any
+    number: int, port: int, members: int, backend: str, pause: float, kind: str, pipe: Any
 ) -> None:
     """Train until the store has a step to stop at; send a digest after every so many steps."""
     torch.set_num_threads(1)
@@ -343,6 +349,7 @@ def _arm(point: str, times: int, *, reproducible: bool) -> None:
         "apply": (MemberSteps, "_apply"),
         "validate": (sys.modules[__name__], "validate"),
         "settle": (MemberSteps, "settle"),
+        "save": (snapshot, "save"),
     }[point]
     setattr(owner, name, _killing(getattr(owner, name), times))
 

@@ -37,8 +37,7 @@ def own_connection(store: Store, seconds: float) -> Store:
     # unreachable, until the system closes the connection, possibly forever
     before = sockets()
     clone: Store = store.clone()  # type: ignore[attr-defined]
-    whole = int(seconds)
-    limit = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
+    limit = struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
     served = clone
     while isinstance(served, PrefixStore):
         served = served.underlying_store
@@ -198,12 +197,10 @@ class Membership:
     def _came_as_stranger(self) -> bool:
         """Return True if the run is done, and this launcher has started no member of it before."""
         launch = next(filter(None, map(os.environ.get, LAUNCH_VARIABLES)), None)
-        key = f"launch/{launch}"
-        if not self.has("finished"):
-            if launch:
-                self._ask(self.store.set, key, "")
-            return False
-        return launch is None or not self.has(key)
+        is_over, key = self.has("finished"), f"launch/{launch}"
+        if launch and not is_over:
+            self._ask(self.store.set, key, "")
+        return is_over and not (launch and self.has(key))
 
     def process(self, number: int) -> Process | None:
         """Return the process of a member; None if it died before it wrote it."""

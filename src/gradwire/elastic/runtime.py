@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store, values_of_ranks
 from gradwire._processes import Deadline
-from gradwire.ddp import FaultDomain, wait_work
+from gradwire.ddp import LOST, FaultDomain, wait_work
 from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (
     Membership,
@@ -42,7 +42,6 @@ from gradwire.elastic.membership import (
 )
 from gradwire.elastic.supervisor import report
 from gradwire.errors import (
-    BrokenGroupError,
     CollectiveTimeoutError,
     DistributedError,
     HookError,
@@ -87,8 +86,7 @@ def wait_for(work: Work, poll: Poll, seconds: float) -> None:
 
 def means_a_loss(error: BaseException) -> bool:
     """Return True if the type of an error says that a member was lost."""
-    losses = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
-    return isinstance(error, losses)
+    return isinstance(error, (*LOST, PeerFailedError))
 
 
 def may_mean_a_loss(error: BaseException) -> bool:

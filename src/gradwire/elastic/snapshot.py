@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -47,7 +47,6 @@ from gradwire.errors import (
     MismatchError,
     NotKeptWarning,
     NotSupportedError,
-    ReductionError,
 )
 
 PIECE_BYTES = 64 << 20
@@ -213,22 +212,6 @@ def _parts(value: object) -> Iterator[object]:
         yield part
         if isinstance(part, list | tuple | dict):
             yield from part.values() if isinstance(part, dict) else part
-
-
-def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:
-    """Raise if an optimizer would step a parameter whose gradient was not reduced."""
-    # otherwise the parameters of the members would silently diverge
-    for stepper in steppers:
-        for number, group in enumerate(getattr(stepper, "param_groups", ())):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and id(parameter) not in reduced:
-                    raise ReductionError(
-                        f"{type(stepper).__name__} steps a parameter of shape "
-                        f"{tuple(parameter.shape)}, {index} of its group {number}, whose gradient "
-                        "was not reduced over the members: before run.steps, pass run.keep a model "
-                        "that has it (with reproducible=False in DistributedDataParallel); freeze "
-                        "and unfreeze parameters between two steps"
-                    )
 
 
 class Snapshot(NamedTuple):
@@ -418,19 +401,18 @@ def _turn(folder: Path) -> Iterator[None]:
     opened = os.open(folder, os.O_RDONLY)
 
     def is_locked() -> bool:
-        # where there are no locks, members may write at once: one of them renames first
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # without locks, all may write: one of them renames first
+            return not isinstance(error, BlockingIOError)
         return True
 
     try:
         wait_until(is_locked, TURN_SECONDS)
         yield
     finally:
-        fcntl.flock(opened, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        with contextlib.suppress(OSError):  # without locks
+            fcntl.flock(opened, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
         os.close(opened)
 
 

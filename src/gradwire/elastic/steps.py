@@ -26,7 +26,7 @@ from gradwire.elastic.membership import BEAT_SECONDS, members_of_environment, st
 from gradwire.elastic.protocol import Phase
 from gradwire.elastic.runtime import Runtime, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.shards import Samples, Shard, Speeds, assign, check_shards, deal, seed_of
-from gradwire.elastic.snapshot import Kept, Stepper, check_reduced
+from gradwire.elastic.snapshot import Kept, Stepper
 from gradwire.elastic.supervisor import end_with_reports, report
 from gradwire.elastic.tree_sum import Contribution, TreeSum, gradient_dtype
 from gradwire.errors import (
@@ -743,9 +743,21 @@ class MemberSteps:
         raise error
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
-        """Raise if an object would step a parameter with a local gradient."""
+        """Raise if an optimizer would step a parameter whose gradient was not reduced."""
+        # otherwise the parameters of the members would silently diverge
         by_ddp = {id(p) for model in self.kept.models for p in model.parameters()}
-        check_reduced(steppers, by_ddp if self._tree is None else self._tree.known)
+        reduced = by_ddp if self._tree is None else self._tree.known
+        for stepper in steppers:
+            for number, group in enumerate(getattr(stepper, "param_groups", ())):
+                for index, parameter in enumerate(group["params"]):
+                    if parameter.grad is not None and id(parameter) not in reduced:
+                        raise ReductionError(
+                            f"{type(stepper).__name__} steps a parameter of shape "
+                            f"{tuple(parameter.shape)}, {index} of its group {number}, whose "
+                            "gradient was not reduced over the members: before run.steps, pass "
+                            "run.keep a model that has it (with reproducible=False in "
+                            "DistributedDataParallel); freeze and unfreeze between two steps"
+                        )
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
