@@ -720,6 +720,8 @@ def test_mistakes_are_named(store: dist.Store) -> None:
         join(store, backend="mpi")
     with pytest.raises(ArgumentTypeError, match="silence is 3"):
         join(store, silence=3)
+    with pytest.raises(ArgumentTypeError, match=r"seed is 1\.0"):
+        join(store, seed=1.0)
     with pytest.raises(ArgumentError, match=r"pass at least 0\.3 s"):
         join(store, silence=timedelta(seconds=0.2))
     run = join(store)

@@ -33,7 +33,12 @@ def main(
     options = parser.parse_args(arguments)
     try:
         if options.serve:
-            return _serve(options.serve)
+            every = "0.0.0.0" if options.serve[0] == ":" else ""
+            host, port = parse_address(every + options.serve, "--serve")
+            store = serve_store(host, port)
+            print(f"store at {host}:{store.port}", flush=True)
+            while True:
+                time.sleep(3600)
         if options.script is None:
             parser.error("PROGRAM is missing: pass a Python file, or -m and a module")
         if not (options.module or options.script == "-" or os.path.exists(options.script)):
@@ -74,14 +79,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("script", metavar="PROGRAM", nargs="?", help="a Python file")
     add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
     return parser
-
-
-def _serve(address: str) -> int:
-    host, port = parse_address(f"0.0.0.0{address}" if address[0] == ":" else address, "--serve")
-    store = serve_store(host, port)
-    print(f"store at {host}:{store.port}", flush=True)
-    while True:
-        time.sleep(3600)
 
 
 if __name__ == "__main__":

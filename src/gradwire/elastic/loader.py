@@ -155,21 +155,15 @@ class ShardLoader(Generic[T]):
 
     def feed(self) -> list[int]:
         """Return the seed and the sample indices of the next batch to fetch."""
-        key = self._next
+        key = step, first, stop = self._next
         self._fetching.append(key)
-        self._next = self._after(key)
-        step, first, stop = key
+        shards = self._steps.dealt
+        if later := [shard for shard in shards if shard.first >= stop]:
+            self._next = (step, later[0].first, later[0].stop)
+        elif shards:
+            self._next = (step + 1, shards[0].first, shards[0].stop)
         seed = seed_of(self._steps.settings.seed, step, first, "data")
         return [seed, *self._steps.sample_ids(step, Shard(first, stop))]
-
-    def _after(self, key: Key) -> Key:
-        """Return what this member needs next, with the current shards."""
-        step, _, stop = key
-        shards = self._steps.dealt
-        later = [s for s in shards if s.first >= stop]
-        if later:
-            return (step, later[0].first, later[0].stop)
-        return (step + 1, shards[0].first, shards[0].stop) if shards else key
 
 
 def _feed(loader: ref[ShardLoader[Any]]) -> Iterator[list[int]]:

@@ -142,13 +142,7 @@ class Process(NamedTuple):
 
     process: str  # identity, from `this_process`
     listener: str  # name under which other members of its host connect to it
-    network: str  # network namespace, which limits the reach of listeners' names
-
-    @property
-    def host(self) -> str | None:
-        """Host of the process with its namespaces; None if unknown."""
-        host: str | None = json.loads(self.process)[0]
-        return host and f"{host} {self.network}"
+    host: str | None  # host with its namespaces, that of the network included; None if unknown
 
 
 class Signs(NamedTuple):
@@ -169,7 +163,8 @@ class Membership:
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
         # the listener's name is "" without shared memory
-        mine = Process(this_process(), listener, namespace("net"))
+        host = json.loads(this_process())[0]
+        mine = Process(this_process(), listener, host and f"{host} {namespace('net')}")
         self._require(
             "versions",  # others may round or encode differently
             f"torch {torch.__version__} and gradwire {__version__}",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import socket
@@ -29,7 +28,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store, values_of_ranks
-from gradwire._processes import Deadline
+from gradwire._processes import Deadline, wait_until
 from gradwire.ddp import LOST, FaultDomain, wait_work
 from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (
@@ -65,6 +64,7 @@ Poll = Callable[[], None]
 """Function that is called while this process waits; raises if the wait has to end."""
 FORM_SECONDS = 10.0
 FORM_POLL_SECONDS = 0.01
+JOIN_POLL_SECONDS = 0.0025
 LACKING = (errno.ENOMEM, errno.ENOSPC)
 
 
@@ -143,10 +143,9 @@ class Groups:
     """Forms the groups of one member."""
 
     def __init__(self, backend: str, seconds: float) -> None:
-        self._uses_shm = backend == "shm" and is_available()
         self._timeout = timedelta(seconds=seconds)
         # members of this host connect to it
-        self.listener = Listener() if self._uses_shm else None
+        self.listener = Listener() if backend == "shm" and is_available() else None
         _ALL.add(self)
 
     def close(self) -> None:
@@ -157,7 +156,7 @@ class Groups:
     def solo(self) -> GenerationGroup:
         """Return a group of this process alone, for the time before its first generation."""
         store = dist.HashStore()
-        if self._uses_shm:
+        if self.listener is not None:
             return self._over_shm({}, 0, 1, store, "solo")
         return GenerationGroup(_gloo(store, 0, 1, self._timeout, "solo"), store, lambda: None)
 
@@ -217,8 +216,7 @@ def form_gloo(
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     # all members are about to form the group before Gloo waits, because nothing ends its wait
     own.set(f"here/{rank}", "")
-    pause = FORM_POLL_SECONDS / 4
-    values_of_ranks(own, "here", size, "join the generation", check=poll, poll=pause)
+    values_of_ranks(own, "here", size, "join the generation", check=poll, poll=JOIN_POLL_SECONDS)
     before = sockets()
 
     def form() -> tuple[ProcessGroup, dict[int, int]]:
@@ -290,15 +288,13 @@ def _check_own_fault(error: Exception) -> None:
     """Raise if this process lacks memory or descriptors for a group: others cannot help then."""
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
         raise DistributedError(f"this process lacks memory for a group: {error}") from error
-    pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
-        for _ in range(8):
-            pairs.append(socket.socketpair())
+        with contextlib.ExitStack() as opened:
+            for _ in range(8):
+                for end in socket.socketpair():
+                    opened.enter_context(end)
     except OSError as error:
         raise DistributedError(f"this process cannot open connections: {error}") from error
-    finally:
-        for end in itertools.chain(*pairs):
-            end.close()
 
 
 def _run(future: Future[Result], form: Callable[[], Result]) -> None:
@@ -468,21 +464,20 @@ class Runtime:
         decision = self.member.decision
         if decision is None or len(decision.members) == 1:
             return False
+        next_one, members = decision.generation + 1, decision.members
+
+        def is_known() -> bool:
+            moved_on = self.monitor.reason or self.membership.count(next_one)
+            return bool(moved_on or self.monitor.absent(members).gone)
+
         # for an error with several possible causes, which may come before the evidence
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self.monitor.reason or self.membership.count(decision.generation + 1):
-                return True
-            if self.monitor.absent(decision.members).gone:
-                return True
-            time.sleep(POLL_SECONDS)
-        return False
+        return wait_until(is_known, seconds, POLL_SECONDS)
 
     # -- effects ---------------------------------------------------------------------------
 
     def _handle(self, event: p.Event) -> None:
         self.member, effects = p.transition(self.member, event)
-        for effect in effects:
+        for effect in effects:  # after `Reduce` and `Barrier`, the training loop continues
             match effect:
                 case p.Arrive(number, arrival):
                     self.membership.arrive(number, arrival)
@@ -500,8 +495,6 @@ class Runtime:
                     self._attempt(self._transfer, decision, p.Transferred())
                 case p.Finish():
                     self._finish(self.member.held)
-                case p.Reduce() | p.Barrier():
-                    pass  # the training loop continues
 
     def _finish(self, generation: int) -> None:
         """Report that all steps are committed; raise if the run has another result."""

@@ -169,8 +169,7 @@ class Kept:
         self.swap_gradients(repeat(None))
         for model in self.models:
             # set if DistributedDataParallel averages gradients and buffers itself
-            model.require_backward_grad_sync = sync
-            model.require_forward_param_sync = sync
+            model.require_backward_grad_sync = model.require_forward_param_sync = sync
         if self._first_step == step:
             self.put_buffers_back(step)
         else:
@@ -227,9 +226,8 @@ def dump(kept: Mapping[str, Any], beside: Any = None) -> Snapshot:
     tensors: list[Tensor] = []
 
     def take_out(path: str, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
-            return value
-        if value.nbytes < LARGE_BYTES or value.device.type != "cpu":
+        plain = type(value) is Tensor and value.layout == torch.strided
+        if not plain or value.is_quantized or value.nbytes < LARGE_BYTES or not value.is_cpu:
             return value
         tensors.append(value.detach().resolve_conj().resolve_neg().contiguous())
         return {_TENSOR: len(tensors) - 1}
@@ -342,20 +340,16 @@ def exchange(group: ProcessGroup, own: Snapshot | None, wait: Callable[[Work], o
         for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES):
             wait(group.broadcast([piece], broadcast_options(0)))
 
-    def send_bytes(data: bytearray | None) -> bytearray:
-        length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-        send(length)
-        memory = bytearray(int(length)) if data is None else data
-        send(torch.frombuffer(memory, dtype=torch.uint8))
-        return memory
-
-    text = None
+    message = bytearray()
     if own is not None:
         described = [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in own.tensors]
-        text = bytearray(json.dumps(described).encode())
-    found = json.loads(send_bytes(text))
-    header = send_bytes(None if own is None else own.header)
-    new = (torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found)
+        message = bytearray(json.dumps(described).encode() + b"\n" + own.header)
+    length = torch.tensor([len(message)], dtype=torch.int64)
+    send(length)
+    message = message or bytearray(int(length))
+    send(torch.frombuffer(message, dtype=torch.uint8))
+    text, _, header = message.partition(b"\n")
+    new = (torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in json.loads(text))
     tensors = list(new) if own is None else own.tensors
     for tensor in tensors:
         send(tensor)

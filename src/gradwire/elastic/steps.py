@@ -110,17 +110,18 @@ def join(
         raise ArgumentError(f"silence is {silence}: pass at least {3 * BEAT_SECONDS:g} s")
     if check_replicas < 0:
         raise ArgumentError(f"check_replicas is {check_replicas}: pass a number of steps, or 0")
-    if members is None:
-        members = members_of_environment()
+    if isinstance(seed, bool) or not isinstance(seed, int):  # 1 and 1.0 give other orders
+        raise ArgumentTypeError(f"seed is {seed!r}: pass an int")
+    settings = Settings(check_shards(shards), reproducible, seed, nan_guard, check_replicas)
+    expect = members_of_environment() if members is None else members
     runtime = Runtime(
         store_of_environment(timeout) if store is None else store,
         name,
-        expect=members,
+        expect=expect,
         backend=backend,
         timeout=timeout.total_seconds(),
         silence=silence.total_seconds(),
     )
-    settings = Settings(check_shards(shards), reproducible, seed, nan_guard, check_replicas)
     run = Run(runtime, settings)
     report(finished=False, member=run.number)  # a previous run of this process may have finished
     known = weakref.ref(run)
@@ -238,12 +239,11 @@ class Run:
             )
         order: dict[str, Any] = {}
         if samples is not None:
-            shards, seed = self._settings.shards, self._settings.seed
-            self._steps.samples = Samples(
-                samples, batch=batch, shards=shards, seed=seed, shuffle=shuffle
-            )
-            order = {"samples": samples, "batch": batch, "shuffle": shuffle}
-            order |= {"seed": seed} if shuffle else {}
+            order = {"batch": batch, "shuffle": shuffle, "seed": self._settings.seed}
+            self._steps.samples = Samples(samples, shards=self._settings.shards, **order)
+            order["samples"] = samples
+            if not shuffle:
+                del order["seed"]
         for name, value in order.items():
             if (loaded := self._order.get(name, value)) != value:
                 raise ArgumentError(
@@ -302,12 +302,7 @@ class Run:
             return snapshot.path_of(folder, step)
         kept.put_buffers_back(step)  # a failed step may have changed them
         return snapshot.save(
-            kept.objects,
-            step,
-            folder,
-            lineage=kept.lineage,
-            keep=keep,
-            order=self._order,
+            kept.objects, step, folder, lineage=kept.lineage, keep=keep, order=self._order
         )
 
     def load(self, folder: str | Path) -> bool:
@@ -551,9 +546,8 @@ class MemberSteps:
         self._held: dict[int, Contribution] = {}  # results of local steps, for a repeated step
         self._held_step = 0
         self._guarded: set[str] = set()  # parameters whose gradients are checked in backward
-        self._for_this_step = False  # shards are dealt by the results that members hold
-        # False at the beginning of a generation
-        self._settled = self._compared = False
+        # False at the beginning of a generation; the first: shards are dealt by the results held
+        self._for_this_step = self._settled = self._compared = False
         runtime.on_commit = self._apply
         runtime.on_group = self._on_group
         runtime.on_done = self._on_done
@@ -572,7 +566,7 @@ class MemberSteps:
 
     def _assign(self, assigned: list[list[int]]) -> None:
         """Set the shards of each member."""
-        self._assigned = assigned
+        self._assigned, self._counts = assigned, [len(own) for own in assigned]
         own = assigned[self.runtime.rank]
         if self.settings.reproducible:
             self.dealt = [Shard(number, number + 1) for number in own]
@@ -653,30 +647,27 @@ class MemberSteps:
 
     def check_unwritten(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
         """Raise on all members if a parameter was written to, by its values before and now."""
-        changed = [name for name, value in before.items() if now.get(name, value) != value]
-        if not changed:
-            return
-        error = NotSupportedError(
-            f"parameter {changed[0]!r} was written to within step {self.committed_steps}, as by "
-            "the forward of Embedding(max_norm=): members run different shards, so that its values "
-            "would diverge. Write to parameters once per step, in the step() of an object that is "
-            "passed to step.commit after the optimizer"
-        )
-        self.runtime.end_all(error)
-        raise error
+        for name in (name for name, value in before.items() if now.get(name, value) != value):
+            error = NotSupportedError(
+                f"parameter {name!r} was written to within step {self.committed_steps}, as by the "
+                "forward of Embedding(max_norm=): members run different shards, so that its values "
+                "would diverge. Write to parameters once per step, in the step() of an object that "
+                "is passed to step.commit after the optimizer"
+            )
+            self.runtime.end_all(error)
+            raise error
 
     def check_finite(self, name: str, gradient: Tensor, *, of_shard: bool = True) -> None:
         """Raise if a gradient is not finite."""
         values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
         if bool(values.isfinite().all()):
             return
-        text = f"step {self.committed_steps}: the gradient of {name!r} is not finite; "
+        whose, more = "", "that of each shard is, but their sum is too large"  # no member's fault
         if of_shard:
-            text = f"rank {self.runtime.rank} (member {self.runtime.member.number}), {text}"
-            text += "it was not sent to other members"
-        else:  # no member's fault
-            text += "that of each shard is, but their sum is too large"
-        raise ReductionError(text, [name])
+            whose = f"rank {self.runtime.rank} (member {self.runtime.member.number}), "
+            more = "it was not sent to other members"
+        text = f"step {self.committed_steps}: the gradient of {name!r} is not finite"
+        raise ReductionError(f"{whose}{text}; {more}", [name])
 
     @torch.no_grad()
     def add_shard(self, shard: Shard, weight: float, *, hold: bool) -> None:
@@ -720,10 +711,6 @@ class MemberSteps:
                 if parameter.grad is not None:
                     self.check_finite(name, parameter.grad, of_shard=False)
         self._speeds.note(notes.seconds, self._counts)
-
-    @property
-    def _counts(self) -> list[int]:
-        return [len(own) for own in self._assigned]
 
     def _compare(self, digests: Sequence[bytes]) -> None:
         """Raise on all members if their parameters differ."""

@@ -129,9 +129,8 @@ class _Child:
     @property
     def end(self) -> str:
         """Description of the end of the process."""
-        code, number = self.process.returncode, ""
-        if "member" in self.said:
-            number = f" (member {self.said['member']})"
+        code = self.process.returncode
+        number = f" (member {self.said['member']})" if "member" in self.said else ""
         if code >= 0 and "error" in self.said:
             return f"{self}{number} ended with {self.error} (exit code {code})"
         return f"{self}{number} {exit_text(code)}"
@@ -154,7 +153,7 @@ class Supervisor:
         self._done_at: float | None = None
         self._last_code = 0  # exit code of the process that ended last
         self._failed_code = 0  # exit code of a failure that no other process makes up for
-        self._same_errors: list[tuple[str, int | None]] = []
+        self._same_errors: list[tuple[str, int | None] | None] = []  # of the last processes
         self._started = 0
         self._gave_up = ""  # why processes are no longer restarted
         self._kill_at: float | None = None
@@ -183,12 +182,12 @@ class Supervisor:
         if self.stopped_by:
             self.log(f"all processes have ended after {signal.Signals(self.stopped_by).name}")
             return None
-        code = self._failed_code or (self._last_code if self._done_at is None else 0)
+        code, ended = self._failed_code, "all processes have ended"
+        if self._done_at is None:
+            code = code or self._last_code
         if code and self._gave_up:
-            restarts = _restarts(self._started - self.nproc)
-            self.log(f"gave up after {restarts}: {self._gave_up}; exit code {code}")
-        else:
-            self.log(f"all processes have ended; exit code {code}")
+            ended = f"gave up after {_restarts(self._started - self.nproc)}: {self._gave_up}"
+        self.log(f"{ended}; exit code {code}")
         return code
 
     def end(self) -> None:
@@ -241,17 +240,15 @@ class Supervisor:
     def _repeats(self, child: _Child) -> bool:
         """Return True if more than `nproc` processes in a row ended with the same error."""
         # the same error at the same step, or, before `join`, the same exit code
+        error: tuple[str, int | None] | None = None
         if "error" in child.said:
             error = (child.said["error"], child.said["step"])
         elif not child.said and child.process.returncode > 0:
             error = (child.error, None)
-        else:
-            self._same_errors.clear()
-            return False
         if self._same_errors[-1:] != [error]:
             self._same_errors.clear()
         self._same_errors.append(error)
-        return len(self._same_errors) > self.nproc
+        return error is not None and len(self._same_errors) > self.nproc
 
     def _stop(self) -> None:
         self._send(signal.SIGTERM)
