@@ -214,6 +214,8 @@ class GroupState:
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Return elements of the data that a rank wrote beside its header."""
+        if start == 0:  # kept, unlike a slice
+            return self.all_inline(dtype, count)[rank]
         everything = self.all_inline(dtype, self.inline_bytes // dtype.itemsize)[rank]
         return everything[start : start + count]
 
@@ -343,7 +345,7 @@ class GroupState:
         if rank == self.rank:
             region = self._stage(number)
         else:
-            region = self._regions.of_peer(rank, STAGING[number], self._deadline)
+            region, _ = self._regions.of_peer(rank, STAGING[number], self._deadline)
         return list(region.view(dtype).chunk(RINGS[number].slots))
 
     def allocate(self, size: int, number: int | None = None) -> Tensor:
@@ -357,7 +359,7 @@ class GroupState:
 
     def find_ring(self, sender: int) -> MessageRing:
         """Map the ring that a peer made for its messages to this rank."""
-        memory = self._regions.of_peer(sender, MESSAGE_RING + self.rank, Deadline(0))
+        memory, _ = self._regions.of_peer(sender, MESSAGE_RING + self.rank, Deadline(0))
         if memory.numel() != RING_BYTES:
             raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
         return self._map_ring(memory, sender, create=False)

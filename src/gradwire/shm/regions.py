@@ -141,16 +141,12 @@ class Regions:
         mapping = segment.Mapping(fd, None, offset, max(size, 1))
         self._mapped[peer, message.number] = mapping.flat, {}
 
-    def of_peer(self, peer: int, number: int, deadline: Deadline) -> Tensor:
-        """Return a peer's region, waiting for it; see `_of_peer`."""
-        return self._of_peer(peer, number, deadline)[0]
-
     def view(
         self, peer: int, location: Location, dtype: torch.dtype, count: int, deadline: Deadline
     ) -> Tensor:
-        """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`."""
+        """Return elements of a peer's region from a location on, waiting for it; see `of_peer`."""
         # Views are cached, as training uses the same ones in each step and making one takes 4 µs.
-        flat, views = self._of_peer(peer, location.region, deadline)
+        flat, views = self.of_peer(peer, location.region, deadline)
         key = dtype, location.offset, count
         view = views.get(key)
         if view is None:
@@ -161,8 +157,8 @@ class Regions:
                 view = views[key] = flat[location.offset : end].view(dtype)
         return view
 
-    def _of_peer(self, peer: int, number: int, deadline: Deadline) -> tuple[Tensor, _Views]:
-        """Return a peer's region; wait for it, as its message may not have been read yet."""
+    def of_peer(self, peer: int, number: int, deadline: Deadline) -> tuple[Tensor, _Views]:
+        """Return a peer's region and views of it; wait for it if necessary."""
         found = self._mapped.get((peer, number))
         if found is not None:
             return found
