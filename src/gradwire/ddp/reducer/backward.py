@@ -696,7 +696,7 @@ class Backward:
         buckets, launched, timer = self.bucket_set, self.launcher.launched, self.timer
         unused = buckets.unused()
         used = buckets.ready()
-        if not self.usage.allows_unused:  # autograd passed None
+        if not (self.usage.allows_unused or self.where):  # autograd passed None
             used += [i for i in unused if self.parameters[i].requires_grad]
         results, factor = self._receive(used)
         # parameters that this rank froze may be used by others, which is known if ranks have voted
