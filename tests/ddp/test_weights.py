@@ -201,24 +201,39 @@ def test_steps_with_and_without_weights(hook):
     net = linear()
     net.register_comm_hook(None, hook)
     x = rows(1, dist.get_rank() + 1.0)
-    want = [(None, 1.5), (1 + 2 * dist.get_rank(), 1.75), (None, 1.5)]
-    for weight, mean in want:
+    weighted = (1 + 2 * dist.get_rank(), 1.75)
+    want = [(None, 1.5), weighted, (None, 1.5), weighted]
+    for weight, mean in want[hook == "fp16" :]:  # which needs a weight in its first backward
         assert backward(net, weight, x).tolist() == [[mean, mean]]
         net.zero_grad()
 
 
+@pytest.mark.parametrize("weight", [None, 2])
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
 @on_ranks(2)
-def test_how_many_messages_weights_need(hook):
+def test_how_many_messages_weights_need(hook, weight):
     net = linear()
     net.register_comm_hook(None, hook)
     ends = []
-    for weight in (None, None, None, 2, 3):  # the second step begins with the buckets' order
+    for _ in range(4):  # the second step begins with the buckets' order
         backward(net, weight, rows(1))
         net.zero_grad()
         ends.append(net.reducer.end)
     sent = [after - before for before, after in itertools.pairwise(ends)]
-    assert sent[1] == sent[2] == sent[3] == {None: 1, "fp16": 3}.get(hook, 2)
+    assert sent[1:] == [3 if hook == "fp16" and weight else 1] * 2
+
+
+@on_ranks(2)
+def test_weights_that_come_after_a_hooks_first_backward():
+    """Nothing is sent for them by then: the error comes before anything is."""
+    net = linear()
+    net.register_comm_hook(None, "fp16")
+    backward(net, None, rows(1))
+    with pytest.raises(NotSupportedError, match=r"no rank gave one in the hook's first backward"):
+        net.weight(2)
+    net.register_comm_hook(None, "fp16")
+    net.zero_grad()
+    assert backward(net, 1 + dist.get_rank(), rows(1, 3.0)).tolist() == [[3.0, 3.0]]
 
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])

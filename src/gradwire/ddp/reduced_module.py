@@ -35,10 +35,7 @@ from gradwire.errors import (
 from gradwire.hooks import (
     CommHook,
     StatefulHook,
-    all_reduce,
-    bf16,
     bind_hook,
-    fp16,
     get_hook,
     group_from,
     name_if_group,
@@ -74,8 +71,6 @@ Reword = Callable[[ReductionError], ReductionError | None]
 NOT_PICKLED = ("named", "reducer", "_parameter_check", "_replicas", "_reword", "around")
 """Attributes recreated for the parameters of a copy."""
 REPLICAS_CHECKED_EVERY = 100
-AVERAGES = (None, all_reduce, bf16, fp16)
-"""Hooks from which all ranks receive the same gradients, besides those with `averages`."""
 
 
 class ReducedModule:
@@ -135,15 +130,15 @@ class ReducedModule:
         self._apply_hook()
 
     def _apply_hook(self) -> None:
-        if self.hook is not None or self.reducer.launcher.hook is not None:
+        if self.hook is not None or self.reducer.comm_hook is not None:
             self.reducer.register_comm_hook(self.hook_state, self.hook)
         self._set_replica_interval()
 
     def _set_replica_interval(self) -> None:
         every = self._check_replicas
         if every is None:  # only if all ranks are known to receive the same gradients
-            hook, state = self.hook, self.reducer.hook_state
-            known = hook.averages if isinstance(hook, StatefulHook) else hook in AVERAGES
+            hook, state = self.reducer.comm_hook, self.reducer.hook_state
+            known = hook is None or hook.averages
             other = getattr(state, "process_group", state)
             elsewhere = isinstance(other, ProcessGroup) and other is not self.group
             every = REPLICAS_CHECKED_EVERY if known and not elsewhere else 0

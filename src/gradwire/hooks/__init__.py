@@ -13,6 +13,7 @@ from gradwire.hooks.interface import bind_hook as bind_hook
 from gradwire.hooks.interface import check_hook as check_hook
 from gradwire.hooks.interface import group_from as group_from
 from gradwire.hooks.interface import hook_name as hook_name
+from gradwire.hooks.interface import is_mean_over as is_mean_over
 from gradwire.hooks.interface import name_if_group as name_if_group
 from gradwire.hooks.interface import parse_hook_result as parse_hook_result
 from gradwire.hooks.interface import run_in_group as run_in_group

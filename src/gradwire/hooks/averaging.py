@@ -61,7 +61,8 @@ def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.
 
 
 all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]
-all_reduce.linear = True  # type: ignore[attr-defined]
+all_reduce.linear = all_reduce.averages = True  # type: ignore[attr-defined]
+all_reduce.is_mean = True  # type: ignore[attr-defined]
 
 
 def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
@@ -335,4 +336,4 @@ def bf16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tens
 
 fp16.single_collective = bf16.single_collective = True  # type: ignore[attr-defined]
 fp16.takes_group = bf16.takes_group = True  # type: ignore[attr-defined]
-bf16.linear = True  # type: ignore[attr-defined]
+bf16.linear = fp16.averages = bf16.averages = True  # type: ignore[attr-defined]

@@ -121,11 +121,13 @@ class StatefulHook(PicklesGroups, ABC, Generic[S]):
         single_collective: True if the hook starts exactly one collective for each bucket, before it
             returns. The next bucket then does not wait for this one.
         linear: True if the hook keeps no state and its result is proportional to the bucket.
-            Weights are then applied to the result. Otherwise ranks sum their weights in one small
-            message before the first bucket of each backward pass, and the hook receives weighted
-            gradients. Its state then has the same unit in every step.
+            Weights are then applied to the result. Otherwise ranks that use weights sum them in one
+            small message before the first bucket of each backward pass, and the hook receives
+            weighted gradients. Its state then has the same unit in every step.
         averages: True if all ranks of the hook's group receive the same bits, an approximation of
-            the mean.
+            the mean. With `single_collective`, no rank may then fail after the last bucket's
+            collective: the ranks take its end as that of the backward pass. Without, they vote in
+            one small message at the end of each backward pass.
 
     Example:
         The future holds the reduced buffer in half precision; reading converts it to float32.
@@ -203,6 +205,8 @@ class _FunctionHook(StatefulHook[Any]):
         self.func = func  # `hook_name` looks for an attribute of this name
         of_torch = _name_in_torch(func)
         self.single_collective = getattr(func, "single_collective", False) or bool(of_torch)
+        self.averages = getattr(func, "averages", False) or bool(of_torch)
+        self.is_mean = getattr(func, "is_mean", False) or of_torch == "allreduce_hook"
         linear = ("allreduce_hook", "bf16_compress_hook")
         self.linear = getattr(func, "linear", False) or of_torch in linear
 
@@ -312,6 +316,12 @@ def run_in_group(hook: StatefulHook[Any], group: ProcessGroup) -> None:
     # not changed, because the default group may be replaced later.
     if not (dist.is_initialized() and group is dist.group.WORLD):
         hook.run_in(group)
+
+
+def is_mean_over(hook: StatefulHook[Any], group: ProcessGroup) -> bool:
+    """Return True if a hook computes what the reducer computes without one."""
+    own = group if hook.state is None and group is dist.group.WORLD else hook.state
+    return isinstance(hook, _FunctionHook) and hook.is_mean and own is group
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:

@@ -31,6 +31,7 @@ ranks: with more of them, the size grows with their number. On accelerators copi
 messages are not."""
 
 _NO_LIMIT = 1 << 62
+_EXACT = (torch.float32, torch.float64)
 
 
 class BucketSet:
@@ -134,8 +135,7 @@ class BucketSet:
                 else:
                     packed.append(member)
             if packed:
-                exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
-                room = extra_numel if exact else 0
+                room = extra_numel if packed[0].parameter.dtype in _EXACT else 0
                 buckets.append(PackedBucket(packed, scale, context, extra_numel=room))
                 extra_numel -= room
         for i, gradient in old_views.items():  # views of the previous buckets
@@ -175,12 +175,20 @@ class BucketSet:
 
     def _carrier(self, order: Sequence[int]) -> int | None:
         """Return the parameter to pack so that some bucket has room for weights, or None."""
-        exact = (torch.float32, torch.float64)
-        fit = [i for i in order if i not in self._sparse and self.parameters[i].dtype in exact]
+        fit = self._fit_for_weights(order)
         if not self._extra_numel or not all(map(self._travels_alone, fit)):
             # no weights are used, or another parameter is packed anyway
             return None
         return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
+
+    def _fit_for_weights(self, order: Iterable[int]) -> list[int]:
+        parameters = self.parameters
+        return [i for i in order if i not in self._sparse and parameters[i].dtype in _EXACT]
+
+    @property
+    def can_carry_weights(self) -> bool:
+        """True if a bucket has room for weights when there is no hook."""
+        return self._extra_numel > 0 and bool(self._fit_for_weights(range(len(self.parameters))))
 
     def _travels_alone(self, index: int) -> bool:
         # Hooks get the same buckets as in PyTorch. On shm, the ranks reduce a packed gradient where

@@ -48,7 +48,7 @@ class Ownership:
         if type(gradient) is not Tensor:
             return False  # a subclass may hold its values elsewhere
         storage = gradient.untyped_storage()
-        if is_conj_or_neg(gradient) or not storage.resizable():
+        if gradient.is_conj() or gradient.is_neg() or not storage.resizable():
             return False  # storage that cannot be resized belongs to an array or a file
         if holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
@@ -86,11 +86,6 @@ class Ownership:
             assert gradient is not None
             if not self.may_write(gradient, incoming):
                 parameter.grad = gradient.clone()
-
-
-def is_conj_or_neg(tensor: Tensor) -> bool:
-    """Return True if the tensor has the conjugate or the negative bit."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def is_zero(gradient: Tensor) -> bool:

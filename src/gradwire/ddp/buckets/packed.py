@@ -78,11 +78,8 @@ class PackedBucket(Bucket):
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
         if not self._views:
             self._allocate()
-        self._copy_in_large(self._large[member])
-
-    def _copy_in_large(self, place: int) -> None:
-        parameter, view = self.parameters[place], self._views[place]
-        gradient = dense_gradient(parameter)
+        place = self._large[member]
+        gradient, view = dense_gradient(self.parameters[place]), self._views[place]
         if not self._is_view(place, gradient):
             torch.mul(gradient, self.scale, out=view)
             self._set_view(place)
@@ -109,7 +106,7 @@ class PackedBucket(Bucket):
                 self._saved[i] = gradient.detach().clone()
         for member, i in self._large.items():
             if i not in absent and (member not in self.early or member in self.unused):
-                self._copy_in_large(i)
+                self.copy_in_early(member, ())
         places, gradients = self._outside([i for i in self._small if i not in absent])
         if places:
             torch._foreach_copy_([self._views[i] for i in places], gradients)

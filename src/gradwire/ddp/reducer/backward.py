@@ -362,7 +362,7 @@ class Backward:
             self.where = f"rank {self.group.rank()} at {users_line()}"
             self.launcher.note = f", in a backward around the wrapper, {self.where}"
             self.forwards.go_around()
-            if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
+            if self.launcher.last_bucket_votes and self.bucket_set.weights_bucket is None:
                 self.transition(Event.SKIP)
                 self.domain.fail(NotSupportedError(f"{NO_BUCKET}{self.launcher.note}"))
         return True
@@ -482,17 +482,25 @@ class Backward:
         """Launch a bucket whose buffer is filled. If it is the vote, the backward is COMMITTING."""
         if self.launcher.scale is None:
             self._agree_on_scale()
-        votes = self.launcher.hook is None and not (self.usage.allows_unused or self.where)
+        launcher = self.launcher
+        votes = is_last and launcher.last_bucket_votes
+        votes = votes and not (self.usage.allows_unused or self.where)
+        if votes and launcher.hook is not None:
+            before = self.domain.log.position()
+            launcher.launch(bucket, is_last=is_last)
+            if self.domain.log.position() > before:  # not if the hook sent it in another group
+                self._sending_last(sent=True)
+            return
         # a sparse bucket may need a second message: `_receive` counts it once that is sent
-        if is_last and votes and not isinstance(bucket, SparseBucket):
-            self.launcher.send_rest()
+        if votes and not isinstance(bucket, SparseBucket):
+            launcher.send_rest()
             self._sending_last()
-        self.launcher.launch(bucket, is_last=is_last)
+        launcher.launch(bucket, is_last=is_last)
 
     def _agree_on_scale(self, own: Tally | None = None) -> None:
         """Set the factor of a hook's buckets, before the first one is launched."""
         launcher, factor = self.launcher, None
-        if launcher.hook is not None and not launcher.hook.linear:
+        if launcher.hook is not None and not launcher.hook.linear and launcher.sums_numbers:
             sums, work = launcher.start_sum((self.tally() if own is None else own).message())
             launcher.wait_small(work)
             factor = self.weights.factor(Tally.read(sums), self.ranks)
@@ -505,7 +513,8 @@ class Backward:
             return True
         if hook is None:
             return False
-        return isinstance(bucket, SparseBucket) or (self.launcher.scale is None and not hook.linear)
+        asks = self.launcher.scale is None and self.launcher.sums_numbers and not hook.linear
+        return isinstance(bucket, SparseBucket) or asks
 
     def _may_share(self) -> bool:
         """Return True if reducers of other groups may take part in the running backward."""
@@ -698,9 +707,9 @@ class Backward:
         used = buckets.ready()
         if not (self.usage.allows_unused or self.where):  # autograd passed None
             used += [i for i in unused if self.parameters[i].requires_grad]
+        # parameters that this rank froze may be used by others, which is known if ranks vote
+        voted = self.usage.allows_unused or not self.launcher.last_bucket_votes or bool(self.where)
         results, factor = self._receive(used)
-        # parameters that this rank froze may be used by others, which is known if ranks have voted
-        voted = self.usage.allows_unused or self.launcher.hook is not None or bool(self.where)
         untouched = self.usage.unused if voted else ()
         frozen = (p for i in unused if not (p := self.parameters[i]).requires_grad)
         without = [] if voted else [p for p in frozen if p.grad is None]
@@ -774,7 +783,7 @@ class Backward:
         # bucket's buffer.
         launcher, usage = self.launcher, self.usage
         launcher.send_rest()
-        if launcher.hook is None and usage.allows_unused:
+        if launcher.last_bucket_votes and usage.allows_unused:
             self._agree_on_unused(used)
         elif (
             launcher.hook is None and self.state is not BackwardState.COMMITTING and not self.where
@@ -791,12 +800,16 @@ class Backward:
             if self.where and not usage.allows_unused:  # now it is known that all went around
                 self._agree_on_unused(used)
             return results, factor
+        if self.state is BackwardState.COMMITTING:
+            return results, None
         # a hook may fail after its collectives: ranks then vote
         self._sending_last()
         # `own` is None for the summands of this rank's backward
         sums, flags = launcher.vote(self.tally() if own is None else own, usage.flags(used))
         self._check_in_step(sums)
         usage.set_unused(flags, self.group.size())
+        if launcher.uses_weights is None:
+            launcher.uses_weights = sums.weighted > 0 or sums.around > 0
         if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
         return results, self.weights.factor(sums, self.ranks)
@@ -954,6 +967,7 @@ class Backward:
         self.usage.counts, self.usage.unused = {}, frozenset()
         self.forwards = Forwards()
         self.since_replicas = 0
+        self.launcher.uses_weights = None
         self.reassign_buckets(self.bucket_set.first_order())
 
     def _clear(self) -> None:

@@ -77,6 +77,9 @@ class Launcher:
         self.launched: list[Launched] = []
         # None for the mean
         self.hook: StatefulHook[Any] | None = None
+        # True if a rank gave a weight, or went around the wrapper, in the hook's first backward;
+        # None before it has ended
+        self.uses_weights: bool | None = None
         # factor of a hook's buckets: if ranks have run out of input, the hook divides by more ranks
         # than take part
         self.correction = 1.0
@@ -89,6 +92,19 @@ class Launcher:
     def in_flight(self) -> list[Handle]:
         """Return the messages that may still be in flight."""
         return [h for one in self.launched for h in (*one.works, one.future) if h is not None]
+
+    @property
+    def sums_numbers(self) -> bool:
+        """True if the ranks sum their numbers in messages beside a hook's."""
+        return self.uses_weights is not False
+
+    @property
+    def last_bucket_votes(self) -> bool:
+        """True if no rank can fail after its last bucket was sent."""
+        hook = self.hook
+        if hook is None:
+            return True
+        return hook.averages and hook.single_collective and not self.sums_numbers
 
     # -- buckets -----------------------------------------------------------------------------
 

@@ -30,7 +30,14 @@ from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward, on_gradient
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Tally, Usage, accumulation_node
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name, run_in_group
+from gradwire.hooks import (
+    CommHook,
+    StatefulHook,
+    bind_hook,
+    hook_name,
+    is_mean_over,
+    run_in_group,
+)
 
 REDUCER = "gradwire.ddp.reducer"
 """Key in a parameter's node of autograd: the parameter's reducer, and its name there."""
@@ -103,6 +110,7 @@ class Reducer(Backward):
         bucket_set = BucketSet(parameters, check_group(group), options, extra_numel=extra_numel)
         # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
+        self.comm_hook: StatefulHook[Any] | None = None  # as it was registered
         super().__init__(bucket_set, Usage(bucket_set.parameters, nodes, options))
         # error of a forward after a later reducer of the same parameters was used; "" without one
         self._successor, self._shared = weakref.ref[Backward](self), ""
@@ -148,18 +156,23 @@ class Reducer(Backward):
         # Every rank registers the same hook. The hook is called for one bucket after the other,
         # each time once the previous future has completed, so that several collectives chained in
         # one hook run in the same order on every rank. If its attribute `single_collective` is
-        # True, it is called for the next bucket without waiting. Ranks sum their weights before the
-        # first bucket, unless the hook's attribute `linear` is True.
-        bound = None if hook is None else bind_hook(state, hook)
-        if bound is not None:
-            run_in_group(bound, self.group)
-        self.launcher.hook = bound
+        # True, it is called for the next bucket without waiting. Ranks that use weights sum them
+        # before the first bucket, unless the hook's attribute `linear` is True.
+        self._use_hook(None if hook is None else bind_hook(state, hook))
         self.reassign_buckets([i for bucket in self.bucket_set for i in bucket.members])
+
+    def _use_hook(self, hook: StatefulHook[Any] | None) -> None:
+        if hook is not None:
+            run_in_group(hook, self.group)
+        self.comm_hook, self.launcher.uses_weights = hook, None
+        # without a hook, the ranks' numbers travel with the gradients
+        mean = hook is not None and is_mean_over(hook, self.group)
+        self.launcher.hook = None if mean and self.bucket_set.can_carry_weights else hook
 
     @property
     def hook_state(self) -> Any:
         """State of the communication hook."""
-        return None if self.launcher.hook is None else self.launcher.hook.state
+        return None if self.comm_hook is None else self.comm_hook.state
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -188,16 +201,15 @@ class Reducer(Backward):
     @runs_outside_contexts
     def replace_group(self, group: ProcessGroup) -> None:
         """Reduce over another group from now on. Every rank of that group calls this."""
-        hook, old = self.launcher.hook, self.group
+        hook, old = self.comm_hook, self.group
         self.set_group(check_group(group))
-        self.launcher.hook = hook
         if hook is not None:
             # a state that is the old group, or has it as its `process_group`, gets the new one
             if hook.state is old:
                 hook.state = group
             elif getattr(hook.state, "process_group", None) is old:
                 hook.state.process_group = group
-            run_in_group(hook, group)
+        self._use_hook(hook)
         self.start_over()
 
     # -- before a forward --------------------------------------------------------------------
@@ -242,6 +254,12 @@ class Reducer(Backward):
         self.bucket_set.finish_making()
         if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
             raise NotSupportedError(NO_WEIGHTS_BUCKET)
+        if self.launcher.hook is not None and not self.launcher.sums_numbers:
+            raise NotSupportedError(
+                "weight(n) with a communication hook, and no rank gave one in the hook's first "
+                "backward, from which on nothing is sent for them: call weight(n) from then on, or "
+                "register_comm_hook again, on all ranks"
+            )
         if self.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
         if self.state is BackwardState.SHORT and self.launcher.launched:
@@ -307,7 +325,7 @@ class Reducer(Backward):
 
     def logging_data(self) -> LoggingData:
         """Return buckets, unused parameters and times of the last step that reduced gradients."""
-        usage, timer, hook = self.usage, self.timer, self.launcher.hook
+        usage, timer, hook = self.usage, self.timer, self.comm_hook
         unused = None
         if usage.find_unused or usage.static:
             unused = tuple(self.names[i] for i in sorted(usage.unused))

@@ -4,9 +4,9 @@ With weights, each backward counts by its number of samples or tokens. A gradien
 the weight before it is accumulated, so that `.grad` holds Σ n g of this rank's backwards. The sum
 of n over ranks is sent with the gradients: after those of a bucket, or in the vote that ends a
 hook's backward. The buckets of a hook that is not linear are weighted before the hook is called.
-For this, the sum is sent in a separate message before the first bucket, in each backward, because
-no rank knows whether others have weights. `weighted_average` in `tests/ddp/naive.py` computes the
-same without buckets.
+For this, the sum is sent in a separate message before the first bucket. With a hook, nothing is
+sent for weights if no rank gave one in the hook's first backward. `weighted_average` in
+`tests/ddp/naive.py` computes the same without buckets.
 """
 
 from __future__ import annotations

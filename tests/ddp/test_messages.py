@@ -1,0 +1,86 @@
+"""A step sends the messages of PyTorch's class, and no others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from ddp.common import on_ranks
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel
+
+pytestmark = [
+    pytest.mark.usefixtures("each_backend"),
+    pytest.mark.narrow({"each_backend": "gloo"}),  # whose collectives the profiler shows
+]
+COLLECTIVES = {"gloo:sparse_all_reduce": "a sum", "gloo:all_gather": "a sum"}
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(self.embedding(x.long().abs()))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def with_buffers():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def messages(net):
+    """Return the collectives of a step after the first ones, by kind."""
+    for _ in range(4):
+        net.zero_grad()
+        net(torch.ones(3, 4)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        net(torch.ones(3, 4)).sum().backward()
+    found = Counter()
+    for event in trace.key_averages():
+        if event.key.startswith("gloo:"):
+            found[COLLECTIVES.get(event.key, event.key)] += event.count
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "hook", "of_torch"),
+    [
+        (mlp, {}, None, None),
+        (mlp, {"bucket_cap_mb": 1e-5}, None, None),
+        (mlp, {"gradient_as_bucket_view": True}, None, None),
+        (mlp, {"static_graph": True}, None, None),
+        (mlp, {"find_unused_parameters": True}, None, None),
+        (with_buffers, {}, None, None),
+        (with_buffers, {"broadcast_buffers": False}, None, None),
+        (Sparse, {}, None, None),
+        *(
+            (mlp, options, hook, of_torch)
+            for options in ({}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5})
+            for hook, of_torch in (
+                (hooks.all_reduce, default_hooks.allreduce_hook),
+                (hooks.fp16, default_hooks.fp16_compress_hook),
+                (hooks.bf16, default_hooks.fp16_compress_hook),
+                (default_hooks.allreduce_hook, default_hooks.allreduce_hook),
+                (default_hooks.fp16_compress_hook, default_hooks.fp16_compress_hook),
+            )
+        ),
+    ],
+)
+@on_ranks(2)
+def test_a_step_sends_what_pytorch_sends(model, options, hook, of_torch):
+    ours = DistributedDataParallel(model(), **options)
+    theirs = nn.parallel.DistributedDataParallel(model(), **options)
+    if hook is not None:
+        ours.register_comm_hook(None, hook)
+        theirs.register_comm_hook(None, of_torch)
+    assert messages(ours) == messages(theirs)
