@@ -14,6 +14,7 @@ from fuzz import (
     models_plan,
     models_run,
     programs,
+    routes,
 )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ KINDS = {
     "models": Kind(models_plan.make_plan, models_run.run_batch, models_plan.shown),
     "small-models": Kind(models_plan.make_small_plan, models_run.run_batch, models_plan.shown),
     "programs": Kind(programs.make_plan, programs.run_batch),
+    "routes": Kind(routes.make_plan, routes.run_batch),
     "groups": Kind(groups.make_plan, groups.run_batch),
     "collectives": Kind(
         collectives_plan.make_plan, collectives_run.run_batch, collectives_plan.shown
