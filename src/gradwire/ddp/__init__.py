@@ -8,6 +8,7 @@ from gradwire.ddp.faults.error_channel import wait_future as wait_future
 from gradwire.ddp.faults.error_channel import wait_work as wait_work
 from gradwire.ddp.faults.fault_domain import LOST as LOST
 from gradwire.ddp.faults.fault_domain import FaultDomain as FaultDomain
+from gradwire.ddp.faults.fault_domain import wait_for_message as wait_for_message
 from gradwire.ddp.reduced_module import load_state as load_state
 from gradwire.ddp.reduced_module import save_state as save_state
 from gradwire.ddp.reducer.reducer import BucketLog, LoggingData

@@ -8,6 +8,7 @@ from gradwire.hooks.hosts import HostGroups, across_hosts, host_groups
 from gradwire.hooks.interface import CommHook, StatefulHook
 from gradwire.hooks.interface import DelegatingHook as DelegatingHook
 from gradwire.hooks.interface import HookReturn as HookReturn
+from gradwire.hooks.interface import after as after
 from gradwire.hooks.interface import as_future as as_future
 from gradwire.hooks.interface import bind_hook as bind_hook
 from gradwire.hooks.interface import check_hook as check_hook

@@ -1,0 +1,636 @@
+"""ShardedOptimizer: an optimizer whose step and state are divided over the ranks of a wrapper.
+
+Parameters are planned into buckets, and each bucket into one shard per rank. An optimizer of the
+given class steps copies of this rank's parts of parameters; then all ranks gather the shards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gradwire._scope import runs_outside_contexts
+from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE
+from gradwire.buckets import memory_strides, plan_buckets, views
+from gradwire.ddp import DistributedDataParallel, FaultDomain, verify_same, wait_for_message
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotSupportedError,
+    PeerFailedError,
+    ReductionError,
+)
+from gradwire.hooks import GradBucket, HookReturn, StatefulHook, after
+from gradwire.optim.shards import Assignment, Piece, cut, distribute
+
+Groups: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]]"
+Specification: TypeAlias = "tuple[type[Optimizer], Groups, Mapping[str, Any]]"
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Classes whose step treats each element by itself; all others step whole parameters."""
+REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+BUCKET_BYTES = 25 << 20
+
+
+class ShardedOptimizer(Optimizer):
+    """Optimizer of a wrapped model whose step and state are divided over the ranks.
+
+    After `loss.backward()` each rank steps its share of the parameters, and `step` ends when all
+    ranks have all new parameters, with the same bits. Each rank keeps 1/W of the optimizer's state
+    (ZeRO stage 1, Rajbhandari et al., 2020). Optimizers of PyTorch that treat each element by
+    itself, such as Adam, step equal shares of the elements. All others, such as Muon, step whole
+    parameters, divided so that each rank has about the same work.
+
+    By default `param.grad` is the mean of all ranks, as without this class, and gradients may be
+    clipped, logged or changed in the same way on all ranks before the step. With
+    `reduce_scatter=True`, each rank receives the mean of its share of the gradients only. This
+    sends less; `param.grad` is None after backward, so clip by this optimizer's methods.
+
+    If a rank raises in `step`, or ends in it, all ranks raise, and all keep the parameters from
+    before the step. The state may then be a step ahead: load a saved one to continue.
+
+    Args:
+        model: The wrapped model.
+        optimizer: Class of the optimizer, for all of the model's parameters that require a
+            gradient; or a list of (class, parameters, options), as if each were constructed with
+            them, in which parameters may be groups.
+        reduce_scatter: If True, backward reduces each gradient to the rank that steps it. Between
+            two steps there is then one backward that is reduced: accumulate gradients in
+            `model.no_sync()`.
+        options: Arguments of `optimizer` if it is a class, such as `lr`.
+
+    Raises:
+        ArgumentError: The model does not have one of the parameters, or two optimizers do.
+        ArgumentTypeError: `model` is not wrapped, or `optimizer` is not a class or list of tuples.
+        NotSupportedError: The optimizer needs all parameters together (LBFGS), or sparse gradients,
+            or a parameter is a subclass; or `reduce_scatter` with a communication hook.
+        MismatchError: Ranks differ in parameters, optimizers or `reduce_scatter`.
+
+    Example:
+        Both ranks step with the mean of the gradients, (1 + 2) / 2, half of the elements each.
+
+        >>> import torch.distributed as dist
+        >>> from gradwire.ddp import DistributedDataParallel
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     net = DistributedDataParallel(torch.nn.Linear(1, 128, bias=False))
+        ...     torch.nn.init.zeros_(net.module.weight)
+        ...     optimizer = ShardedOptimizer(net, torch.optim.SGD, lr=0.5, momentum=0.9)
+        ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+        ...     optimizer.step()
+        ...     held = sum(s["momentum_buffer"].numel() for s in optimizer.own_state().values())
+        ...     return net.module.weight.unique().tolist(), held
+        >>> run_ranks(main, world_size=2)
+        [([-0.75], 64), ([-0.75], 64)]
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: type[Optimizer] | Sequence[Specification],
+        *,
+        reduce_scatter: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ArgumentTypeError(
+                f"model is a {type(model).__name__}: pass a gradwire DistributedDataParallel"
+            )
+        if isinstance(optimizer, type):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            specifications: Sequence[Specification] = [(optimizer, trained, options)]
+        elif options:
+            raise ArgumentError(f"options {[*options]} with a list: give each optimizer its own")
+        else:
+            specifications = optimizer
+        self._model, self._reduce_scatter = model, reduce_scatter
+        self._reducer, self._group = model.reducer, model.process_group
+        self._hook: _ReduceScatter | None = None
+        self._loads = [0] * self._group.size()
+        # optimizers of this rank's parts; together they have the same groups as this one
+        self._optimizers: list[Optimizer] = []
+        self._buckets: list[_Bucket] = []
+        self._failed = self._consolidated = False
+        wholes = [_with_defaults(*each) for each in specifications]
+        self._check_parameters(list(chain(*(whole.param_groups for whole in wholes))))
+        self._check_same(wholes)
+        first = wholes[0].defaults if len(wholes) == 1 else {}
+        super().__init__(list(chain(*(whole.param_groups for whole in wholes))), first)
+        self._defaults = [options for _, _, options in specifications]
+        for whole, given in zip(wholes, self._defaults, strict=True):
+            self._shard(type(whole), whole.param_groups, given)
+        if reduce_scatter:
+            self._register_hook()
+
+    # -- construction ------------------------------------------------------------------------
+
+    def _check_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless the wrapper reduces all parameters that require gradients, each once."""
+        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
+        sparse = {*self._reducer.bucket_set.options.sparse}
+        seen: set[Parameter] = set(chain(*(g["params"] for g in getattr(self, "param_groups", ()))))
+        for number, parameter in enumerate(chain(*(group["params"] for group in groups))):
+            what = f"parameter {number}, {names.get(parameter, tuple(parameter.shape))},"
+            if parameter in seen:
+                raise ArgumentError(f"{what} has two optimizers or groups: give it one")
+            seen.add(parameter)
+            if not parameter.requires_grad:
+                continue  # never stepped
+            if parameter not in names:
+                raise ArgumentError(
+                    f"{what} is not one that the model's wrapper reduces: optimize it by another "
+                    "optimizer, or call refit() on the wrapper first"
+                )
+            if names[parameter] in sparse:
+                raise NotSupportedError(f"{what} has sparse gradients: use a dense embedding")
+            if type(parameter) is not Parameter:
+                raise NotSupportedError(f"{what} is a {type(parameter).__name__}: use a Parameter")
+        hook = self._reducer.launcher.hook
+        if self._reduce_scatter and hook is not None:
+            raise NotSupportedError(
+                "reduce_scatter=True with a communication hook: leave out one of the two"
+            )
+
+    def _check_same(self, wholes: Sequence[Optimizer]) -> None:
+        """Raise on all ranks if theirs have other optimizers, parameters or options."""
+        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
+        described = [("reduce_scatter", str(self._reduce_scatter))]
+        for whole in wholes:
+            for group in whole.param_groups:
+                fixed = {k: repr(v) for k, v in sorted(group.items()) if k != "params"}
+                held = [names.get(p, "") for p in group["params"]]
+                described.append((type(whole).__name__, f"options {fixed}, parameters {held}"))
+        FaultDomain.of(self._group).before_others()
+        verify_same(self._group, described, "optimizers", "Construct the same on every rank")
+
+    def _shard(self, kind: Any, groups: list[dict[str, Any]], given: Mapping[str, Any]) -> None:
+        """Plan the parameters of groups into buckets and shards, and make the inner optimizer."""
+        options = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        params = [p for p in chain(*(g["params"] for g in groups)) if p.requires_grad][::-1]
+        elementwise = kind in ELEMENTWISE
+        cuts = [elementwise and p.dim() > 0 and memory_strides(p) is not None for p in params]
+        plan = plan_buckets(
+            [p.numel() * p.element_size() for p in params],
+            [(p.dtype, whole) for p, whole in zip(params, cuts, strict=True)],
+            [p.device for p in params],
+            self._reducer.bucket_set.options.caps or [BUCKET_BYTES],
+        )
+        inner: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+        for members in plan.buckets:
+            chosen = [params[i] for i in members]
+            sizes = [p.numel() for p in chosen]
+            if cuts[members[0]]:
+                assignment = cut(sizes, len(self._loads))
+            else:
+                assignment = distribute(sizes, [_cost(kind, p) for p in chosen], self._loads)
+            bucket = _Bucket(chosen, assignment, self._group.rank(), cut=cuts[members[0]])
+            self._buckets.append(bucket)
+            for piece, own in bucket.own:
+                inner[options[id(chosen[piece.parameter])]]["params"].append(own)
+        if not any(group["params"] for group in inner):
+            inner[0]["params"].append(Parameter(torch.empty(0)))  # optimizers refuse to be empty
+        self._optimizers.append(kind(inner, **given))
+
+    def _register_hook(self) -> None:
+        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
+        buckets = [[names[p] for p in bucket.parameters] for bucket in self._buckets]
+        others = [n for n in names.values() if n not in {*chain(*buckets)}]
+        self._reducer.set_layout([*buckets, *([n] for n in others)])
+        self._hook = _ReduceScatter(self._group, self._buckets, self._unused)
+        self._model.register_comm_hook(None, self._hook)
+
+    def _unused(self) -> set[Parameter]:
+        """Return parameters that no rank used in the last backward."""
+        names = self._reducer.logging_data().unused or ()
+        parameters = dict(zip(self._reducer.names, self._reducer.parameters, strict=True))
+        return {parameters[name] for name in names}
+
+    # -- step --------------------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler then calls `step` itself, which raises; otherwise it finds no gradients
+        return self._reduce_scatter
+
+    @torch.no_grad()
+    @runs_outside_contexts
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step this rank's share of the parameters, and gather those of all ranks.
+
+        Every rank calls this.
+
+        Raises:
+            NotSupportedError: `closure` is given, in `join()`, or, with `reduce_scatter`, by a
+                GradScaler.
+            PeerFailedError: Another rank raised in its step; no parameter was changed.
+            PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time;
+                no parameter was changed.
+            ReductionError: An earlier step failed, or the wrapper has been refitted.
+        """
+        self._check_step(closure)
+        FaultDomain.of(self._group).before_others()
+        failure: Exception | None = None
+        self._failed, self._consolidated = True, False
+        self.state.clear()
+        try:
+            for bucket in self._buckets:
+                bucket.load(gradients=not self._reduce_scatter)
+            self._copy_options()
+            for inner in self._optimizers:
+                inner.step()
+        except Exception as error:
+            failure = error
+        self._gather(failure)
+        self._failed = False
+        self._clear_gradients()
+
+    def _check_step(self, closure: object) -> None:
+        if closure is not None:
+            raise NotSupportedError("closure is given: compute the loss before step()")
+        if self._reduce_scatter and hasattr(self, "grad_scale"):
+            raise NotSupportedError(
+                "GradScaler with reduce_scatter=True: use bfloat16, or reduce_scatter=False"
+            )
+        if self._model._join_config.enable:
+            raise NotSupportedError("step() of a ShardedOptimizer in join(): give all ranks input")
+        changed = self._model.reducer is not self._reducer
+        if changed or self._model.process_group is not self._group:
+            raise ReductionError(
+                "the wrapper was refitted or has another group: make a new ShardedOptimizer"
+            )
+        if self._failed:
+            raise ReductionError(
+                "an earlier step() failed, so that the ranks' states may differ: call "
+                "load_state_dict() with a saved state on every rank"
+            )
+
+    def _gather(self, failure: Exception | None) -> None:
+        """Gather all shards; change parameters only once all ranks have received everything."""
+        group, since = self._group, time.monotonic()
+        on_cpu = self._device.type == "cpu"
+        for work in [bucket.gather(group) for bucket in self._buckets]:
+            wait_for_message(group, work, "step()", on_cpu=on_cpu, since=since, from_all=True)
+        failed = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
+        work = dist.all_reduce(failed, group=group, async_op=True)
+        wait_for_message(group, work, "step()", on_cpu=on_cpu, since=since, from_all=True)
+        if failure is not None:
+            raise failure
+        if count := int(failed):
+            raise PeerFailedError(
+                f"step() failed on {count} other ranks: the parameters are those before the step"
+            )
+        for bucket in self._buckets:
+            bucket.store()
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._buckets[0].shard.device
+        return device
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients, of shards also; see `torch.optim.Optimizer.zero_grad`."""
+        super().zero_grad(set_to_none)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for _, own in chain(*(bucket.own for bucket in self._buckets)):
+            own.grad = None
+        if self._hook is not None:
+            self._hook.holds_gradients = False
+
+    # -- clipping ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
+
+        It is the norm of all gradients as one vector, the same on every rank, as
+        `torch.nn.utils.clip_grad_norm_` computes it. Every rank calls this. With `reduce_scatter`
+        it sends one small message.
+        """
+        if not self._reduce_scatter:
+            params = list(chain(*(group["params"] for group in self.param_groups)))
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        own = [t for bucket in self._buckets for _, t in bucket.own]
+        norm = torch.nn.utils.get_total_norm([t.grad for t in own if t.grad is not None], norm_type)
+        total = norm.to(self._device, torch.float64)
+        most = norm_type == float("inf")
+        op = dist.ReduceOp.MAX if most else dist.ReduceOp.SUM
+        if not most:
+            total.pow_(norm_type)
+        FaultDomain.of(self._group).before_others()
+        work = dist.all_reduce(total, op, self._group, async_op=True)
+        what, on_cpu = "clip_grad_norm_()", total.is_cpu
+        wait_for_message(self._group, work, what, on_cpu=on_cpu, from_all=True)
+        if not most:
+            total.pow_(1 / norm_type)
+        norm = total.to(norm.dtype)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp each element of all gradients to at most `clip_value` in absolute value."""
+        if self._reduce_scatter:
+            params = [t for bucket in self._buckets for _, t in bucket.own]
+        else:
+            params = list(chain(*(group["params"] for group in self.param_groups)))
+        torch.nn.utils.clip_grad_value_(params, clip_value)
+
+    # -- groups and state --------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that the wrapper reduces. Every rank calls this.
+
+        Raises:
+            NotSupportedError: There are several optimizers, or `reduce_scatter` is True.
+            ArgumentError: See the class.
+        """
+        if not self._optimizers:  # called by the base class, for the groups of construction
+            super().add_param_group(param_group)
+            return
+        if len(self._optimizers) > 1 or self._reduce_scatter:
+            raise NotSupportedError(
+                "add_param_group() with several optimizers or reduce_scatter=True: give all groups "
+                "at construction"
+            )
+        kind = type(self._optimizers[0])
+        whole = _with_defaults(kind, [param_group], self._defaults[0])
+        self._check_parameters(whole.param_groups)
+        self._check_same([whole])
+        super().add_param_group(whole.param_groups[0])
+        self._shard(kind, whole.param_groups, self._defaults[0])
+
+    def _copy_options(self) -> None:
+        """Copy options, which schedulers change, to the groups of this rank's parts."""
+        own = chain(*(inner.param_groups for inner in self._optimizers))
+        for group, part in zip(self.param_groups, own, strict=True):
+            part.update((k, v) for k, v in group.items() if k != "params")
+
+    def own_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of this rank's parts of parameters."""
+        return {p: s for inner in self._optimizers for p, s in inner.state.items() if s}
+
+    @torch.no_grad()
+    def consolidate(self, to: int | None = None) -> None:
+        """Gather the whole state for `state_dict`. Every rank calls this.
+
+        The state is kept until the next step.
+
+        Args:
+            to: Rank in the group that receives it; None for all.
+        """
+        FaultDomain.of(self._group).before_others()
+        own = self.own_state()
+        parts = [
+            (number, piece, own[tensor])
+            for number, bucket in enumerate(self._buckets)
+            for piece, tensor in bucket.own
+            if tensor in own
+        ]
+        everyones: list[Any] = [None] * self._group.size()
+        if to is None:
+            dist.all_gather_object(everyones, parts, self._group)
+        else:
+            received = everyones if self._group.rank() == to else None
+            dist.gather_object(parts, received, group=self._group, group_dst=to)
+        self.state.clear()
+        self._consolidated = to is None or self._group.rank() == to
+        for number, piece, values in chain(*(part for part in everyones if part)):
+            self._buckets[number].add_to(self.state, piece, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, as the plain optimizer has it, after `consolidate`.
+
+        The plain optimizer loads it, and this one with any number of ranks. With a list of
+        optimizers, groups and parameters are numbered through.
+
+        Raises:
+            ReductionError: `consolidate` was not called since the last step, or not for this rank.
+        """
+        if not self._consolidated:
+            raise ReductionError(
+                "state_dict() needs the state of all ranks: call consolidate() on every rank first"
+            )
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the whole state, of this or of the plain optimizer. Every rank calls this."""
+        super().load_state_dict(state_dict)
+        self._copy_options()
+        for inner in self._optimizers:
+            inner.state.clear()
+        held = {p: i for i in self._optimizers for g in i.param_groups for p in g["params"]}
+        for bucket in self._buckets:
+            for piece, own in bucket.own:
+                state = self.state.get(bucket.parameters[piece.parameter])
+                if state:
+                    held[own].state[own] = bucket.part_of(state, piece)
+        self.state.clear()
+        self._failed = self._consolidated = False
+
+
+def _with_defaults(kind: Any, params: Groups, options: Mapping[str, Any]) -> Optimizer:
+    """Construct the plain optimizer, which checks options, and has groups with all of them."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ArgumentTypeError(f"optimizer is {kind!r}: pass a subclass of torch.optim.Optimizer")
+    if issubclass(kind, REFUSED):
+        raise NotSupportedError(
+            f"optimizer is {kind.__name__}, whose step cannot be divided: use it by itself"
+        )
+    return kind(params, **options)
+
+
+def _cost(kind: type[Optimizer], parameter: Tensor) -> int:
+    """Return the relative cost of a step; Muon's products cost the smaller size per element."""
+    muon = getattr(torch.optim, "Muon", None)
+    by_size = muon is not None and issubclass(kind, muon) and parameter.dim() == 2
+    return parameter.numel() * (min(parameter.shape) if by_size else 1)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in memory order, as a 1-d view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+class _Bucket:
+    """Parameters whose shards are gathered together, and this rank's shard."""
+
+    def __init__(
+        self, parameters: list[Parameter], assignment: Assignment, rank: int, *, cut: bool
+    ) -> None:
+        self.parameters, self._assignment, self._cut = parameters, assignment, cut
+        self._places = [(r, p) for r, pieces in enumerate(assignment.pieces) for p in pieces]
+        # The shards of all ranks. This rank's has copies of its parts of the parameters, and those
+        # of others are received here: a step that fails has changed no parameter.
+        self._shards = torch.empty(
+            len(assignment.pieces) * assignment.length,
+            dtype=parameters[0].dtype,
+            device=parameters[0].device,
+        )
+        self.shard = self._shards.split(assignment.length)[rank]
+        # this rank's pieces, with the views of `shard` that the inner optimizer steps
+        self.own = [
+            (piece, Parameter(self._view(self.shard, piece, 0)))
+            for piece in assignment.pieces[rank]
+        ]
+
+    def _view(self, shards: Tensor, piece: Piece, rank: int) -> Tensor:
+        """Return a piece's elements in a tensor of shards; those of a whole parameter like it."""
+        first = rank * self._assignment.length + piece.position
+        view = shards[first : first + piece.stop - piece.start]
+        return view if self._cut else views(view, [self.parameters[piece.parameter]])[0]
+
+    def _part(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """Return a piece's elements of a tensor like its parameter."""
+        if not self._cut:
+            return tensor.detach()
+        parameter = self.parameters[piece.parameter]
+        if tensor.stride() != parameter.stride():
+            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+        return _flat(tensor)[piece.start : piece.stop]
+
+    def load(self, *, gradients: bool) -> None:
+        """Copy this rank's parts of parameters, and also of gradients."""
+        for piece, own in self.own:
+            parameter = self.parameters[piece.parameter]
+            own.copy_(self._part(parameter, piece))
+            if gradients:
+                gradient = parameter.grad
+                own.grad = None if gradient is None else self._part(gradient, piece)
+
+    def gather(self, group: dist.ProcessGroup) -> dist.Work:
+        """Start to gather the shards of all ranks."""
+        shards, own = self._shards.view(torch.uint8), self.shard.view(torch.uint8)
+        work: dist.Work = getattr(group, ALL_GATHER_SINGLE)(shards, own)
+        return work
+
+    def store(self) -> None:
+        """Copy the shards of all ranks to the parameters."""
+        torch._foreach_copy_(
+            [self._part(self.parameters[piece.parameter], piece) for _, piece in self._places],
+            [self._view(self._shards, piece, rank) for rank, piece in self._places],
+        )
+
+    # -- reduce_scatter ----------------------------------------------------------------------
+
+    def arrange(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return gradients in the order of the shards, in their memory."""
+        torch._foreach_copy_(
+            [self._view(self._shards, piece, rank) for rank, piece in self._places],
+            [self._part(gradients[piece.parameter], piece) for _, piece in self._places],
+        )
+        return self._shards
+
+    def set_gradients(self, shard: Tensor, unused: set[Parameter]) -> None:
+        """Set the gradients of this rank's pieces to a reduced shard."""
+        for piece, own in self.own:
+            used = self.parameters[piece.parameter] not in unused
+            own.grad = self._view(shard, piece, 0) if used else None
+
+    # -- state -------------------------------------------------------------------------------
+
+    def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+        """Return the state of a piece, from the state of its whole parameter."""
+        like = self.parameters[piece.parameter]
+        return {
+            key: self._part(value, piece).clone()
+            if isinstance(value, Tensor) and value.shape == like.shape and value.dim()
+            else value.clone()
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
+
+    def add_to(
+        self, whole: defaultdict[Tensor, Any], piece: Piece, values: Mapping[str, Any]
+    ) -> None:
+        """Add the state of a piece to the state of its whole parameter."""
+        like = self.parameters[piece.parameter]
+        state = whole[like]
+        for key, value in values.items():
+            if self._cut and isinstance(value, Tensor) and value.dim():
+                if key not in state:
+                    state[key] = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+                _flat(state[key])[piece.start : piece.stop].copy_(value)
+            else:
+                state[key] = value
+
+
+class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
+    """Hook that reduces each bucket of gradients to the ranks that step its parameters."""
+
+    single_collective = True
+    averages = True  # all ranks gather the same parameters
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        buckets: Sequence[_Bucket],
+        unused: Callable[[], set[Parameter]],
+    ) -> None:
+        super().__init__(group)
+        self._unused = unused
+        self._buckets: dict[Tensor, _Bucket] = {b.parameters[0]: b for b in buckets}
+        self._received: list[tuple[_Bucket, Tensor]] = []
+        # True from a backward that was reduced to the step or zero_grad after it
+        self.holds_gradients = False
+
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        if self.holds_gradients:
+            raise ReductionError(
+                "two reduced backwards before one step: accumulate gradients in model.no_sync(), "
+                "or call zero_grad() of the ShardedOptimizer to discard those of the first"
+            )
+        if bucket.index() == 0:  # a backward that failed may have left some
+            self._received.clear()
+        ranks, buffer = self.state.size(), bucket.buffer()
+        mine = self._buckets.get(bucket.parameters()[0])
+        if mine is None:  # of a parameter that is not optimized
+            work = dist.all_reduce(buffer.mul_(1 / ranks), group=self.state, async_op=True)
+            return after(work, lambda: buffer, buffer.device)
+        gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        arranged = mine.arrange([gradients[p] for p in mine.parameters]).mul_(1 / ranks)
+        if dist.get_backend(self.state) == "gloo":  # whose reduce_scatter has no future
+            received = torch.empty_like(arranged)
+            work = getattr(self.state, ALL_TO_ALL_SINGLE)(received, arranged, [], [])
+        else:
+            received = torch.empty_like(mine.shard)
+            work = getattr(self.state, REDUCE_SCATTER_SINGLE)(received, arranged)
+        self._received.append((mine, received))
+        return after(work, lambda: buffer, buffer.device)
+
+    def committed(self) -> None:
+        """Set the gradients of this rank's pieces; those of parameters are not reduced."""
+        self.holds_gradients = True
+        unused = self._unused()
+        for bucket, received in self._received:
+            shard, *others = received.split(len(bucket.shard))
+            for other in others:  # in the order of the ranks
+                shard += other
+            bucket.set_gradients(shard, unused)
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self._received.clear()
