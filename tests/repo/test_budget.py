@@ -18,18 +18,18 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 
 BUDGET = {  # package: (code lines, files)
-    "": (957, 14),  # modules at the top level
+    "": (975, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1600, 8),
     "cli": (923, 10),
-    "collectives": (2497, 10),
+    "collectives": (2494, 10),
     "compat": (850, 6),
-    "ddp": (4758, 22),
+    "ddp": (4817, 22),
     "devices": (1175, 6),
     "elastic": (2700, 11),
-    "hooks": (916, 7),
+    "hooks": (924, 7),
     "local_sgd": (500, 3),
-    "optim": (490, 3),
+    "optim": (485, 3),
     "recorder": (3991, 20),
     "shm": (4598, 22),
     "testing": (767, 5),
