@@ -209,7 +209,8 @@ class ShardedOptimizer(Optimizer):
             for piece, own in bucket.own:
                 inner[options[id(chosen[piece.parameter])]]["params"].append(own)
         if not any(group["params"] for group in inner):
-            inner[0]["params"].append(Parameter(torch.empty(0)))  # optimizers refuse to be empty
+            # optimizers refuse to be empty
+            inner[0]["params"].append(Parameter(torch.empty(0, dtype=torch.float32)))
         self._optimizers.append(kind(inner, **given))
 
     def _register_hook(self) -> None:
