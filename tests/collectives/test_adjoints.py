@@ -1,5 +1,5 @@
 """Every collective's backward is its adjoint, for all groups, layouts and dtypes; and so on for
-second derivatives and forward mode.
+second derivatives.
 """
 
 from __future__ import annotations
@@ -182,10 +182,9 @@ def test_linear_ops_for_every_unit_vector():
 
 @pytest.mark.wide
 @pytest.mark.parametrize("first", [0, 1], ids=["even", "odd"])
-def test_linear_ops_have_second_derivatives_and_forward_mode(first):
+def test_linear_ops_have_second_derivatives(first):
     def main():
         for name in list(LINEAR)[first::2]:
-            forward = "async" not in name
 
             def squared(x, name=name):
                 out = LINEAR[name](x * x, group=None)
@@ -193,7 +192,7 @@ def test_linear_ops_have_second_derivatives_and_forward_mode(first):
 
             x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
             try:
-                gradcheck(squared, x, forward=forward)
+                gradcheck(squared, x)
             except Exception as error:
                 raise AssertionError(name) from error
 
@@ -206,9 +205,8 @@ def test_nonlinear_ops():
         for g in groups():
             for name, op in NONLINEAR.items():
                 x = torch.randn(size(g), 1, dtype=torch.float64, requires_grad=True)
-                forward = "async" not in name
                 try:
-                    gradcheck(lambda x, op=op, g=g: op(x, **g), x, g["group"], forward=forward)
+                    gradcheck(lambda x, op=op, g=g: op(x, **g), x, g["group"])
                 except Exception as error:
                     raise AssertionError(f"{name}, {g}") from error
 
