@@ -1,24 +1,18 @@
-"""A step sends the messages of PyTorch's class, and no others."""
+"""A step sends no more messages than with PyTorch's class."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from ddp.common import on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 
-pytestmark = [
-    pytest.mark.usefixtures("each_backend"),
-    pytest.mark.narrow({"each_backend": "gloo"}),  # whose collectives the profiler shows
-]
-COLLECTIVES = {"gloo:sparse_all_reduce": "a sum", "gloo:all_gather": "a sum"}
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 class Sparse(nn.Module):
@@ -39,17 +33,13 @@ def with_buffers():
 
 
 def messages(net):
-    """Return the collectives of a step after the first ones, by kind."""
-    for _ in range(4):
+    """Return the number of collectives in a step after the first ones."""
+    group = dist.group.WORLD
+    for _ in range(5):
+        before = group._get_sequence_number_for_group()
         net.zero_grad()
         net(torch.ones(3, 4)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        net(torch.ones(3, 4)).sum().backward()
-    found = Counter()
-    for event in trace.key_averages():
-        if event.key.startswith("gloo:"):
-            found[COLLECTIVES.get(event.key, event.key)] += event.count
-    return found
+    return group._get_sequence_number_for_group() - before
 
 
 @pytest.mark.parametrize(
@@ -77,10 +67,12 @@ def messages(net):
     ],
 )
 @on_ranks(2)
-def test_a_step_sends_what_pytorch_sends(model, options, hook, of_torch):
+def test_a_step_sends_no_more_than_with_pytorch(model, options, hook, of_torch):
     ours = DistributedDataParallel(model(), **options)
     theirs = nn.parallel.DistributedDataParallel(model(), **options)
     if hook is not None:
         ours.register_comm_hook(None, hook)
         theirs.register_comm_hook(None, of_torch)
-    assert messages(ours) == messages(theirs)
+    expected = messages(theirs)
+    assert expected > 0
+    assert messages(ours) <= expected
