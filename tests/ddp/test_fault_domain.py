@@ -84,7 +84,7 @@ def test_a_rank_that_dies_before_its_vote():
         assert_good_step(net)
         if dist.get_rank() == 1:
             launcher = net.reducer.launcher
-            launcher.vote = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            launcher.vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError):
             step(net)
         return True

@@ -89,7 +89,7 @@ class CollectiveLog:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a domain must not keep its group alive
-        self._name, self._counted = group.group_name, 0
+        self._name, self._counted = _name_of(group), 0
         self._small: list[Work] = []
         # time at which the first of `sent` was sent
         self.since = 0.0
@@ -103,7 +103,7 @@ class CollectiveLog:
 
     def record(self, group: ProcessGroup, entry: Entry) -> None:
         """Log a collective that a hook, or a function of `collectives`, has sent on any group."""
-        if group.group_name == self._name:
+        if _name_of(group) == self._name:
             self.add(entry)
         else:
             with suppress(RuntimeError):  # a backend that does not count: it cannot be joined
@@ -162,6 +162,13 @@ class CollectiveLog:
             self.sent = [(number, entry) for number, entry in self.sent if number > through]
 
 
+def _name_of(group: ProcessGroup) -> str:
+    try:
+        return group.group_name
+    except RuntimeError:  # a group written in Python that is not registered has no name
+        return f"group {id(group)}"
+
+
 class LogMode(TorchDispatchMode):
     """Dispatch mode in which this thread's collectives are logged, and polled for when waited."""
 
@@ -174,11 +181,13 @@ class LogMode(TorchDispatchMode):
         poll: Callable[[], None],
         groups: Iterable[ProcessGroup] | None = None,
     ) -> None:
-        # of all groups by default
+        # of all groups by default, also of the logs' own ones if they are not registered
         super().__init__()  # type: ignore[no-untyped-call]
         self._logs, self._poll = logs, poll
-        known = dist.distributed_c10d._world.pg_names if groups is None else groups
-        self._groups = [g for g in known if isinstance(g, ProcessGroup)]
+        if groups is None:
+            own = [group for log in logs if (group := log._group()) is not None]
+            groups = {*own, *dist.distributed_c10d._world.pg_names}
+        self._groups = [g for g in groups if isinstance(g, ProcessGroup)]
         self._observed: list[tuple[Operations, Any]] = []
         self._dispatches = False
 
