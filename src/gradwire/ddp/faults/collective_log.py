@@ -210,7 +210,7 @@ class LogMode(TorchDispatchMode):
     def __exit__(self, *raised: object) -> None:
         if self._dispatches:
             super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for member, observer in self._observed:  # a hook may call functions of `collectives`
+        for member, observer in reversed(self._observed):  # one member may be there twice
             member.observer = observer
 
     def add(self, group: ProcessGroup, entry: Entry) -> None:
