@@ -169,7 +169,7 @@ def judge(case: Case, run: Run, program: str) -> dict[str, Any]:
     over = accident.harmless and run.code == 0
     if first["kind"] in ("unclear", "nothing", "no verdict"):
         result = "right" if over or (accident.nobody and first["kind"] == "unclear") else "unclear"
-    elif not named <= guilty or (accident.guilty == "all" and named and case.bad not in named):
+    elif not named <= guilty:
         result = "WRONG"
     elif not named and not (accident.nobody or (accident.sides and case.world == 2)):
         result = "unclear"

@@ -95,8 +95,8 @@ class Accident:
         words: Pattern, of which the finding's text has a match if it tells the cause.
         slots: Text by slot of the program.
         guilty: Ranks that the verdict may name: "bad", the rank at fault; "bad, next", or the one
-            after it, too; "all", of which the rank at fault is one; "absent", the one that was
-            never started; or "none".
+            after it, too; "all", where all run the same code; "absent", the one that was never
+            started; or "none".
         nobody: True if a verdict that names no rank, or all, is right, too.
         sides: True if only a majority shows who is at fault: of two ranks, any or none is right.
         harmless: True if the program may end as if nothing had happened.
@@ -166,7 +166,7 @@ if now:
         dist.all_reduce(model(torch.ones(3, 4)).mean())""")
 _add("barrier_in_a_branch", "calls", OTHER, sides=True, after="if now:\n    dist.barrier()")
 _add("no_barrier_in_a_branch", "calls", OTHER, sides=True, after="if not now:\n    dist.barrier()")
-_add("order_of_groups", "calls", "deadlock, mismatch", guilty="all", nobody=True,
+_add("order_of_groups", "calls", "deadlock, mismatch", nobody=True,
      words="order|wait for each other",
      setup="groups = [dist.new_group(timeout=timeout) for _ in range(2)]",
      after="""
@@ -181,7 +181,7 @@ class Name(str):
      after="""
 for name in {Name("loss"), Name("accuracy")}:
     dist.all_reduce(torch.ones(len(name)))  # here""")
-_add("ring_of_receives", "calls", "deadlock", "wait for|recv|receive", guilty="all",
+_add("ring_of_receives", "calls", "deadlock", "wait for|recv|receive", guilty="none", nobody=True,
      after="""
 if step == AT:
     dist.recv(torch.ones(4), (rank - 1) % size)  # here
@@ -408,7 +408,7 @@ if now:
 dist.barrier()""", forward="loss = torch.ones(())", backward="pass")
 _add("more_microbatches", "calls", OTHER, sides=True,
      after="for _ in range(3 if now else 2):\n    dist.all_reduce(torch.ones(2))\ndist.barrier()")
-_add("groups_made_in_another_order", "calls", "", guilty="all", nobody=True, harmless=True,
+_add("groups_made_in_another_order", "calls", "", nobody=True, sides=True, harmless=True,
      init="""
 dist.init_process_group("{backend}", timeout=timeout)
 for ranks in [[0, 1], [0]] if bad else [[0], [0, 1]]:
@@ -471,7 +471,7 @@ if now:
     while not os.path.exists("held"):
         time.sleep(0.01)
     sqlite3.connect("base", timeout=LONG).execute("create table t (x)")  # here""")
-_add("file_lock_around_a_collective", "away", "", "lock", guilty="all", nobody=True, after="""
+_add("file_lock_around_a_collective", "away", "", "lock", nobody=True, after="""
 if step == AT:
     while not (bad or os.path.exists(LOCK + "-held")):
         time.sleep(0.01)
@@ -479,7 +479,7 @@ if step == AT:
         fcntl.flock(file, fcntl.LOCK_EX)  # here
         open(LOCK + "-held", "w").close()
         dist.all_reduce(torch.ones(2))  # here""")
-_add("lock_around_a_collective", "away", "", guilty="all", nobody=True, setup="""
+_add("lock_around_a_collective", "away", "", nobody=True, setup="""
 lock, entered = threading.Lock(), threading.Event()
 group = dist.new_group(timeout=timeout)
 def report():

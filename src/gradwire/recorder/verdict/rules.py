@@ -48,7 +48,7 @@ WAITS: dict[str, _Find] = {
     "missing": waits.find_missing,
 }
 
-_SAYS = (Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.NOTHING, Kind.START)
+_SAYS = (Kind.DEADLOCK, Kind.DIED, Kind.ERROR, Kind.MISMATCH, Kind.NOTHING, Kind.START)
 """Kinds that are a verdict without naming a rank."""
 _SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE, Kind.STOPPED)
 """Kinds whose consequences on the other ranks are told."""

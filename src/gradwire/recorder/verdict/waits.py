@@ -58,86 +58,83 @@ class _Wait(NamedTuple):
 def find_deadlock(evidence: Evidence) -> Finding | None:
     """Find ranks that wait for each other, in different groups, for messages or for a file lock."""
     waits = _waits(evidence)
+    ahead = {rank: _waits_for(waits, rank) for rank in waits}
     for rank in sorted(waits):
-        path = _cycle(waits, rank)
-        names = {waits[r].group for r in path}
-        locked = [waits[r] for r in path if "lock of the file" in waits[r].words]
+        circle = {r: waits[r] for r in sorted(ahead[rank]) if rank in ahead[r]}
+        groups = {wait.group for wait in circle.values()}
+        locked = [wait for wait in circle.values() if "lock of the file" in wait.words]
         # a rank that waits for a message of one in a collective may be right, and so may the other
-        if len(path) < 2 or ((len(names) == 1) == ("" not in names) and not locked):
+        if not circle or ((len(groups) == 1) == ("" not in groups) and not locked):
             continue
-        why = "each in another group: they call collectives on these groups in different orders"
-        remedies = ("call the groups in the same order on all ranks",)
+        named: Sequence[int] = ()  # of ranks that wait for messages, any may be where it should
         if locked:
-            why = f"one of them for a file lock that {list_ranks(locked[0].ranks)} holds"
+            named = locked[0].ranks
+            why = f"one of them for a file lock that {list_ranks(named)} holds"
             remedies = ("release the lock before the next collective",)
-        elif "" in names:
-            why = "each for a message of the next: no rank reaches its send"
+        elif "" in groups:
+            why = "each for a message: no rank reaches its send"
             remedies = _FOR_MESSAGES
+        else:
+            named = _minority(evidence, circle)
+            why = "in different groups: they call collectives on these groups in different orders"
+            remedies = ("call the groups in the same order on all ranks",)
         return Finding(
             Kind.DEADLOCK,
-            sorted(path),
-            f"{list_ranks(path)} wait for each other, {why}",
+            named,
+            f"{list_ranks([*circle])} wait for each other, {why}",
             remedies,
-            [f"rank {r} waits {waits[r].words} for {list_ranks(waits[r].ranks)}" for r in path],
-            unique([w.place for w in (*locked, *(waits[r] for r in path)) if w.place]),
+            by_ranks({r: f"waited {wait.words}" for r, wait in circle.items()}),
+            unique([wait.place for wait in (*locked, *circle.values()) if wait.place]),
         )
-    return _all_receive(evidence)
+    return None
 
 
 def _waits(evidence: Evidence) -> dict[int, _Wait]:
     dumps, waits = evidence.dumps, dict[int, _Wait]()
+    by_pid = {dump.pid: rank for rank, dump in dumps.ranks.items()}
     for rank, dump in dumps.ranks.items():
-        holder = _lock_holder(evidence, dump)
+        holder = by_pid.get(int(dump.kernel.get("holder") or -1))
         if holder not in (None, rank):
-            words = f"for the lock of the file {Path(str(dump.kernel.get('file', ''))).name}"
+            name = Path(str(dump.kernel.get("file", ""))).name
+            words = f"for the lock of the file {name}, which rank {holder} holds"
             waits[rank] = _Wait("", words, "".join(place_of(dump.stack)), [holder])
     for gap in evidence.gaps:
+        words = f"of group {gap.group} for {list_ranks(gap.missing)}"
         for rank, call in gap.calls.items():
             if not call.done and rank not in waits:
-                words = f"in the {name_call(call)} of group {gap.group}"
-                waits[rank] = _Wait(gap.group, words, call.place, gap.missing)
-    for rank, at in evidence.standings.items():
-        if rank not in waits and at is not None and at.peer is not None and at.peer >= 0:
-            waits[rank] = _Wait("", at.words, at.place, [at.peer])
+                waits[rank] = _Wait(
+                    gap.group, f"in the {name_call(call)} {words}", call.place, gap.missing
+                )
+    stands = {rank: at for rank, at in evidence.standings.items() if at is not None}
+    # Gloo does not record from whom; if one failed long after the others, it had come late
+    failed = [time for rank in stands if (time := evidence.fails_at(rank)) < NEVER]
+    all_receive = [at.op in _RECEIVES for at in stands.values()] == [True] * len(dumps.world)
+    all_receive &= not evidence.gaps and max(failed, default=0) - min(failed, default=0) <= LONG_NS
+    for rank, at in stands.items():
+        peers = [at.peer] if at.peer is not None and at.peer >= 0 else []
+        if rank not in waits and (peers or all_receive):
+            waits[rank] = _Wait("", at.words, at.place, peers or [r for r in stands if r != rank])
     return waits
 
 
-def _lock_holder(evidence: Evidence, dump: RankDump) -> int | None:
-    """Return the rank that holds the file lock for which a rank waits."""
-    by_pid = {other.pid: rank for rank, other in evidence.dumps.ranks.items()}
-    return by_pid.get(int(dump.kernel.get("holder") or -1))
+def _waits_for(waits: Mapping[int, _Wait], rank: int) -> set[int]:
+    """Return the waiting ranks for which a rank waits, directly or through others."""
+    found, left = set[int](), [rank]
+    while left:
+        more = (waits.keys() & waits[left.pop()].ranks) - found
+        found |= more
+        left += more
+    return found
 
 
-def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
-    """Return ranks that each wait for the next, the last for the first; empty if there are none."""
-    path: list[int] = []
-    rank = start
-    while rank not in path:
-        path.append(rank)
-        following = [r for r in waits[rank].ranks if r in waits]
-        if not following:
-            return []
-        rank = following[0]
-    return path[path.index(rank) :]
-
-
-def _all_receive(evidence: Evidence) -> Finding | None:
-    """Find that all ranks wait for a message: Gloo does not record from whom."""
-    stands = {r: at for r, at in evidence.standings.items() if at and at.op in _RECEIVES}
-    if len(stands) < max(2, len(evidence.dumps.world)) or evidence.gaps:
-        return None
-    failed = [time for rank in stands if (time := evidence.fails_at(rank)) < NEVER]
-    if failed and max(failed) - min(failed) > LONG_NS:
-        return None  # the last one came late
-    lines = unique(sorted(at.words.removeprefix(f"in {at.op} ") for at in stands.values()))
-    return Finding(
-        Kind.DEADLOCK,
-        sorted(stands),
-        f"all ranks wait for a message at the same time: {', '.join(lines[:3])}",
-        _FOR_MESSAGES,
-        [f"rank {rank} waited {at.words}" for rank, at in stands.items()],
-        unique([at.place for at in stands.values()]),
-    )
+def _minority(evidence: Evidence, waits: Mapping[int, _Wait]) -> list[int]:
+    """Return ranks that wait in another group than most that could; empty if there are no most."""
+    counts = Counter(wait.group for wait in waits.values())
+    group, count = counts.most_common(1)[0]
+    could = set.intersection(*({*evidence.dumps.groups.get(each, ())} for each in counts))
+    if 2 * count <= len(could) or not could.issuperset(waits):
+        return []  # a rank of one group only shows nothing of their order
+    return [rank for rank, wait in waits.items() if wait.group != group]
 
 
 # -- ranks in another call, or in none -----------------------------------------------------------
@@ -260,20 +257,20 @@ def _missing(evidence: Evidence, gap: Gap, away: list[int], doing: _Doing) -> Fi
         after = for_how_long(min(came) - max(each.created for each in gap.calls.values()))
         late = f", and came {after} after {list_ranks(list(gap.calls))}, which had given up"
     who = "it" if len(away) == 1 else f"rank {away[0]}"
+    # a few that left out what most still do may be the cause
+    named = away if len(away) == 1 or len(away) < len(gap.calls) else []
     waiting = f"{list_ranks(list(gap.calls))} wait{'s' if len(gap.calls) == 1 else ''}"
-    summary = (
-        f"{list_ranks(away)} did not call the {name_call(call)} of group {gap.group}, in which "
-    )
+    what = f"the {name_call(call)} of group {gap.group}"
     return Finding(
         Kind.FINISHED if evidence.had_ended(away[0]) else Kind.MISSING,
-        away,
-        f"{summary}{waiting}; {who} {doing.words}{late}",
+        named,
+        f"{list_ranks(away)} did not call {what}, in which {waiting}; {who} {doing.words}{late}",
         doing.remedies,
         (*doing.details, *about),
         (*doing.places, call.place),
         call.parameters,
         call.created,
-        confidence=LIKELY,
+        confidence=LIKELY if named else UNCLEAR,
     )
 
 
@@ -302,8 +299,8 @@ def _silent(evidence: Evidence, gap: Gap, ranks: list[int]) -> Finding:
         words, remedies = "left no dump", _FOR_SILENT
     details = [f"its process is {state}"] if state else []
     finding = _missing(evidence, gap, ranks, _Doing(words, remedies, place_of(stack), details))
-    named = () if others and not known else ranks
-    return replace(finding, ranks=named, confidence=LIKELY if known else UNCLEAR)
+    named = () if others else ranks
+    return finding if known else replace(finding, ranks=named, confidence=UNCLEAR)
 
 
 # -- what a missing rank does --------------------------------------------------------------------
