@@ -373,6 +373,10 @@ def test_arrival_just_after_a_failure_is_caused_by_it(run, holder):
         run.rank(rank, late, [error(9.01, waited=True)], moments=[moment])
     found = run.says(*((Kind.DEADLOCK, (0,)) if holder else (Kind.MISSING, ())))
     assert f"{FILE}:44" in found.places
+    if holder:  # rank 2 got the lock when rank 0 had given up
+        moment["kernel"] = kernel | {"holder": 102}
+        run.rank(1, late, [error(9.01, waited=True)], moments=[moment])
+        run.says(Kind.DEADLOCK, (0,))
 
 
 def test_error_after_others_gave_up_is_no_cause(run):

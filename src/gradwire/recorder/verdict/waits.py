@@ -62,14 +62,15 @@ def find_deadlock(evidence: Evidence) -> Finding | None:
     for rank in sorted(waits):
         circle = {r: waits[r] for r in sorted(ahead[rank]) if rank in ahead[r]}
         groups = {wait.group for wait in circle.values()}
-        locked = [wait for wait in circle.values() if "lock of the file" in wait.words]
+        locked = {r: wait for r, wait in circle.items() if "lock of the file" in wait.words}
         # a rank that waits for a message of one in a collective may be right, and so may the other
         if not circle or ((len(groups) == 1) == ("" not in groups) and not locked):
             continue
         named: Sequence[int] = ()  # of ranks that wait for messages, any may be where it should
         if locked:
-            named = locked[0].ranks
-            why = f"one of them for a file lock that {list_ranks(named)} holds"
+            # one that waits for a lock itself may have got this one just now
+            named = sorted({wait.ranks[0] for wait in locked.values()} - locked.keys())
+            why = f"for a file lock that {list_ranks(named) if named else 'one of them'} holds"
             remedies = ("release the lock before the next collective",)
         elif "" in groups:
             why = "each for a message: no rank reaches its send"
@@ -84,7 +85,7 @@ def find_deadlock(evidence: Evidence) -> Finding | None:
             f"{list_ranks([*circle])} wait for each other, {why}",
             remedies,
             by_ranks({r: f"waited {wait.words}" for r, wait in circle.items()}),
-            unique([wait.place for wait in (*locked, *circle.values()) if wait.place]),
+            unique([w.place for w in (*locked.values(), *circle.values()) if w.place]),
         )
     return None
 
