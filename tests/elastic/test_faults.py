@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.hosts import INTERFACE, Hosts, why_no_hosts
 
 from elastic import program
 from elastic.kills import Members, serve
@@ -386,99 +386,46 @@ def runs(pid: int) -> bool:
     return False
 
 
-# -- hosts: namespaces of networks and processes with a link between
+# -- two hosts
 
-LINK = """
-ip link set lo up
-ip addr add 10.78.0.{number}/24 dev link0
-ip link set link0 up
-"""
-STORE = "10.78.0.1:29417"
-# a host's namespaces, whose first process ends with its parent
-NEW = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
+STORE = f"{Hosts.address(0)}:29417"
 
 
-class Hosts:
-    """Two hosts; processes that are started in them begin with `inside`."""
-
-    def __init__(self) -> None:
-        self._outside = [subprocess.Popen([*NEW, "sleep", "600"]) for _ in range(2)]
-        try:
-            # they have their namespaces once they run their program
-            self._pids = [_child(process.pid, "sleep") for process in self._outside]
-            made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
-            self.call(0, made)
-            for host in range(2):
-                self.call(host, LINK.format(number=host + 1))
-        except BaseException:
-            self.close()
-            raise
-
-    def inside(self, host: int) -> list[str]:
-        """Prefix of a command that runs on a host."""
-        return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
-
-    def start(self, started: Programs, **options: Any) -> None:
-        """Start members on both hosts."""
-        for host in range(2):
-            python = ["env", "GLOO_SOCKET_IFNAME=link0", sys.executable]
-            started.start(STORE, launcher=[*self.inside(host), *python], **options)
-
-    def call(self, host: int, script: str) -> None:
-        """Run a script in a host's network."""
-        network = ["nsenter", "-t", str(self._pids[host]), "--net"]
-        subprocess.run([*network, "sh", "-ec", script], check=True)
-
-    def close(self) -> None:
-        """End all that runs on them."""
-        for process in self._outside:
-            process.kill()
-            process.wait()
+def start_on_hosts(hosts: Hosts, started: Programs, **options: Any) -> None:
+    for host in range(2):
+        python = [*hosts.command(host), "env", f"GLOO_SOCKET_IFNAME={INTERFACE}", sys.executable]
+        started.start(STORE, launcher=python, **options)
 
 
-def _child(pid: int, comm: str = "") -> int:
-    """Return the child of a process, once it runs a program."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        if text and comm in Path(f"/proc/{text.split()[0]}/comm").read_text():
-            return int(text.split()[0])
-        time.sleep(0.02)
-    raise TimeoutError("no child")
+def switch(hosts: Hosts, state: str) -> None:
+    """Set the second host's network "up" or "down"."""
+    subprocess.run([*hosts.command(1), "ip", "link", "set", INTERFACE, state], check=True)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if os.getuid() or not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
-        pytest.skip("namespaces take root, unshare, nsenter and ip")
-    tried = subprocess.run(
-        [*NEW, "ip", "link", "add", "link0", "type", "veth"],
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    if tried.returncode:
-        pytest.skip("no host can be made here")
-    found = Hosts()
-    yield found
-    found.close()
+    if reason := why_no_hosts():
+        pytest.skip(f"no hosts can be made: {reason}")
+    with Hosts([1, 1]) as found:
+        yield found
 
 
 def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Programs, quiet: str) -> None:
-    with served_by_program(STORE, hosts.inside(0)):
-        hosts.start(members, count=2, members=4, timeout=60.0, backend="shm")
+    with served_by_program(STORE, hosts.command(0)):
+        start_on_hosts(hosts, members, count=2, members=4, timeout=60.0, backend="shm")
         members.until_together(4)
         for process in members.launched[::2]:
-            os.kill(_child(process.pid), signal.SIGKILL)
+            process.kill()
         ends = members.until_ended(2)
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
 
 @LONG
 def test_a_host_is_cut_off(hosts: Hosts, members: Programs, quiet: str) -> None:
-    with served_by_program(STORE, hosts.inside(0)):
-        hosts.start(members, members=2, pause=0.1)
+    with served_by_program(STORE, hosts.command(0)):
+        start_on_hosts(hosts, members, members=2, pause=0.1)
         members.until_together(2)
-        hosts.call(1, "ip link set link0 down")
+        switch(hosts, "down")
         cut = time.monotonic()
         ends = members.until_ended(2)
     assert sorted("digest" in end for end in ends) == [False, True], ends
@@ -492,12 +439,12 @@ def test_a_host_is_cut_off(hosts: Hosts, members: Programs, quiet: str) -> None:
 
 @LONG
 def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Programs) -> None:
-    with served_by_program(STORE, hosts.inside(0)):
-        hosts.start(members, members=2, pause=0.1, steps=400, timeout=60.0)
+    with served_by_program(STORE, hosts.command(0)):
+        start_on_hosts(hosts, members, members=2, pause=0.1, steps=400, timeout=60.0)
         members.until_together(2)
-        hosts.call(1, "ip link set link0 down")
+        switch(hosts, "down")
         members.until(lambda: members.lines("step")[-1]["size"] == 1, "nobody went on alone")
-        hosts.call(1, "ip link set link0 up")
+        switch(hosts, "up")
         ends = members.until_ended(2)
     assert len({end.get("digest", str(end)) for end in ends}) == 1, ends
     assert members.lines("step")[-1]["size"] == 2

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,25 +31,9 @@ from gradwire.elastic.tree_sum import TreeSum
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32
-POINTS = (
-    "forward",
-    "backward",
-    "reduce",
-    "commit",
-    "rendezvous",
-    "form",
-    "transfer",
-    "sent",
-    "apply",
-    "validate",
-    "settle",
-    "save",
-)
+POINTS = ("forward", "backward", "reduce", "commit", "rendezvous", "form", "transfer", "sent")
+POINTS += ("apply", "validate", "settle", "save")
 KINDS = ("plain", "fused", "bfloat16", "local")  # the last needs the tree
-EVERY = 200
-"""Steps from one comparison of weights to the next."""
-STOP = "stop"
-"""The store's key for the step after which all stop: a multiple of EVERY."""
 LATE = 3  # the exit code of a member that came when the others were done
 
 
@@ -266,48 +250,6 @@ def _inner(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> to
     weights = [p for p in parameters if p is not ledger]
     groups = [{"params": weights, "lr": 0.05}, {"params": [ledger], "lr": 1.0}]
     return torch.optim.SGD(groups, lr=0.05, momentum=0.0)
-
-
-class Digest(NamedTuple):
-    """The weights of a member after so many steps."""
-
-    member: int
-    steps: int
-    digest: str
-
-
-def member_of_soak(
-    number: int, port: int, members: int, backend: str, pause: float, kind: str, pipe: Any
-) -> None:
-    """Train until the store has a step to stop at; send a digest after every so many steps."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    run = elastic.join(
-        store, members=members, backend=backend, silence=timedelta(seconds=10), seed=1
-    )
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Net(kind), process_group=run.group)
-    weights = [p for name, p in model.named_parameters() if "ledger" not in name]
-    optimizer = OPTIMIZERS[kind](weights)
-    run.keep(model=model, optimizer=optimizer)
-    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
-    y = torch.arange(SAMPLES) % 4
-    stop = 1 << 30
-    for step in run.steps(1 << 30, samples=SAMPLES, batch=BATCH):
-        if step.number % EVERY == 0 and step.number:
-            pipe.send(Digest(number, step.number, _digest(dict(model.state_dict()))))
-            if store.check([STOP]):
-                stop = int(store.get(STOP))
-        if step.number == stop:
-            break
-        with step:
-            for shard in step.shards:
-                ids = step.sample_ids(shard)
-                out, _ = model(x[ids], ids)
-                step.backward(nn.functional.cross_entropy(out, y[ids]))
-            time.sleep(pause)
-            step.commit(optimizer)
-    os._exit(0)
 
 
 def _digest(values: dict[str, Tensor], more: object = "") -> str:
