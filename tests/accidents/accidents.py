@@ -166,7 +166,7 @@ if now:
         dist.all_reduce(model(torch.ones(3, 4)).mean())""")
 _add("barrier_in_a_branch", "calls", OTHER, sides=True, after="if now:\n    dist.barrier()")
 _add("no_barrier_in_a_branch", "calls", OTHER, sides=True, after="if not now:\n    dist.barrier()")
-_add("order_of_groups", "calls", "deadlock, mismatch", nobody=True,
+_add("order_of_groups", "calls", "deadlock, mismatch", sides=True, nobody=True,
      words="order|wait for each other",
      setup="groups = [dist.new_group(timeout=timeout) for _ in range(2)]",
      after="""
@@ -181,7 +181,7 @@ class Name(str):
      after="""
 for name in {Name("loss"), Name("accuracy")}:
     dist.all_reduce(torch.ones(len(name)))  # here""")
-_add("ring_of_receives", "calls", "deadlock", "wait for|recv|receive", guilty="none", nobody=True,
+_add("ring_of_receives", "calls", "deadlock", "wait for|recv|receive", guilty="all", nobody=True,
      after="""
 if step == AT:
     dist.recv(torch.ones(4), (rank - 1) % size)  # here
@@ -479,7 +479,7 @@ if step == AT:
         fcntl.flock(file, fcntl.LOCK_EX)  # here
         open(LOCK + "-held", "w").close()
         dist.all_reduce(torch.ones(2))  # here""")
-_add("lock_around_a_collective", "away", "", nobody=True, setup="""
+_add("lock_around_a_collective", "away", "", sides=True, nobody=True, setup="""
 lock, entered = threading.Lock(), threading.Event()
 group = dist.new_group(timeout=timeout)
 def report():
