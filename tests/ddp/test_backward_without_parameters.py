@@ -79,33 +79,6 @@ def test_a_rank_that_uses_no_parameter_with_manual_finalization():
     assert [p.grad is None for p in net.parameters()] == [False] * 4
 
 
-class Skipped(Layers):
-    """Hands its input on as it is where it uses nothing."""
-
-    def forward(self, x, take):
-        return super().forward(x, take) if take else x
-
-
-@pytest.mark.parametrize("leaf", [False, True])
-@pytest.mark.parametrize("skipped", [0, 1])
-@pytest.mark.parametrize("chained", [False, True])
-@on_ranks(2)
-def test_one_of_two_modules_skipped_on_one_rank(chained, skipped, leaf):
-    """Backward reaches both in the same order on every rank: their buckets must not meet."""
-    torch.manual_seed(0)
-    nets = [DistributedDataParallel(Skipped(), find_unused_parameters=True) for _ in range(2)]
-    twins = [copy.deepcopy(net.module) for net in nets]
-    takes = [[0], [0, 1]]
-    takes[skipped] = takes[skipped] if dist.get_rank() else []
-    for a, b in (nets, twins):
-        x = own_input() if leaf else own_input() * 1
-        first = a(x, takes[0])
-        second = b(first if chained else x, takes[1])
-        (first.square().sum() + 3 * second.square().sum()).backward()
-    for net, twin in zip(nets, twins, strict=True):
-        assert_average(net, twin)
-
-
 @on_ranks(2)
 def test_a_module_that_returns_the_output_of_an_inner_one():
     class Outer(Layers):

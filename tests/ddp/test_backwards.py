@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import types
-from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from ddp import naive
-from ddp.common import on_ranks
+from ddp.common import OneProcess, assert_good_step, assert_same, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import GradwireError
@@ -29,7 +27,6 @@ OPTIONS = [
     {},
     {"find_unused_parameters": True},
     {"gradient_as_bucket_view": True},
-    {"static_graph": True},
 ]
 
 
@@ -48,11 +45,6 @@ def own_batch(step=0):
 
 def average(net):
     naive.average_gradients(dist.group.WORLD, net.parameters())
-
-
-def assert_same(net, twin):
-    for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 # -- programs whose gradients are those of one process ----------------------------------------
@@ -167,7 +159,11 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*product(PROGRAMS, OPTIONS[:3]), ("repeated", OPTIONS[3])],
+    [
+        *product(PROGRAMS, OPTIONS[:3]),
+        ("repeated", {"static_graph": True}),
+        ("accumulated", {"lazy_bucket_allocation": True, "find_unused_parameters": True}),
+    ],
 )
 def test_programs(name, options, same_as_one_process):
     program, model = PROGRAMS[name]
@@ -187,49 +183,6 @@ def test_delayed_parameters_travel_last(hook, same_as_one_process):
         assert sorted(net.reducer.buckets[-1]) == ["3.bias", "3.weight"]
 
     same_as_one_process(once, options=options, hook=hook, model=mlp, check=check)
-
-
-class Logits(dict):
-    """Has a constructor of its own, and its entry as an attribute, too."""
-
-    def __init__(self, logits):
-        super().__init__(logits=logits)
-        self.logits = logits
-
-
-OUTPUTS = {
-    "defaultdict": (lambda y: defaultdict(list, y=y), lambda out: out["y"]),
-    "constructor": (Logits, lambda out: out.logits),
-    "UserDict": (lambda y: UserDict(y=y), lambda out: out["y"]),
-    "deque": (lambda y: deque([[y]]), lambda out: out[0][0]),
-    "packed": (lambda y: pack_sequence([y.flatten()]), lambda out: out.data),
-}
-
-
-class Around(nn.Module):
-    """Gives its inner module's output the class of the input, or returns the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, *, value, run):
-        wrap, read = OUTPUTS[value[0]]
-        return wrap(self.inner(read(value[1]).view(-1, 4))) if run else value[1]
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_containers_of_any_class_as_inputs_and_outputs(name, same_as_one_process):
-    """Also where an input comes out as it went in."""
-
-    def program(net, rank, step):
-        wrap, read = OUTPUTS[name]
-        given = wrap(batch(rank, step).requires_grad_())
-        out = net(value=(name, given), run=step > 0 or rank > 0)
-        assert type(out) is type(given)
-        read(out).square().sum().backward()
-
-    same_as_one_process(program, options={"find_unused_parameters": True}, model=Around, steps=2)
 
 
 # -- others -----------------------------------------------------------------------------------
@@ -311,39 +264,31 @@ def test_a_checkpoint_of_more_than_the_module(reentrant):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@on_ranks(2, timeout=100)
-def test_compiled_modules(inside):
+def test_compiled_modules(inside, same_as_one_process):
     """The reducer stays outside the compiled graph, whichever of the two is compiled."""
-    if inside:
-        net = call = DistributedDataParallel(torch.compile(mlp(), backend="aot_eager"))
-    else:
-        net = DistributedDataParallel(mlp())
-        call = torch.compile(net, backend="aot_eager")
-    twin = mlp()
-    for step in range(4):
-        net.zero_grad()
-        twin.zero_grad()
-        call(own_batch(step)).square().mean().backward()
-        twin(own_batch(step)).square().mean().backward()
-        average(twin)
-        assert_same(net, twin)
+
+    def program(net, rank, step):
+        is_whole = not inside and not isinstance(net, OneProcess)
+        call = torch.compile(net, backend="aot_eager") if is_whole else net
+        call(batch(rank, step)).square().mean().backward()
+
+    def model():
+        return torch.compile(mlp(), backend="aot_eager") if inside else mlp()
+
+    same_as_one_process(program, model=model)
 
 
 @on_ranks(2)
 def test_compiled_autograd_is_refused():
     """Nothing tells there that a backward has ended: gradients would stay local."""
     compiled = importlib.import_module("torch._dynamo.compiled_autograd")
-    net, twin = DistributedDataParallel(mlp()), mlp()
+    net = DistributedDataParallel(mlp())
     with (
         compiled._enable(lambda graph: graph),
         pytest.raises(GradwireError, match="compiled autograd"),
     ):
         net(own_batch()).square().mean().backward()
-    net.zero_grad()
-    net(own_batch()).square().mean().backward()
-    twin(own_batch()).square().mean().backward()
-    average(twin)
-    assert_same(net, twin)
+    assert_good_step(net)
 
 
 @on_ranks(2)
@@ -365,45 +310,17 @@ def test_grad_scaler_and_autocast():
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3])
-@on_ranks(2)
-def test_an_optimizer_in_backward(options):
-    """It steps with the reduced gradients, which are gone afterwards."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    module, twin = mlp(), mlp()
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    net = DistributedDataParallel(module, **options)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for step in range(3):
-        net(own_batch(step)).square().mean().backward()
-        assert all(p.grad is None for p in net.parameters())
-        optimizer.zero_grad()
-        twin(own_batch(step)).square().mean().backward()
-        average(twin)
-        optimizer.step()
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-
-
-@on_ranks(2)
-def test_a_copy_trains_by_itself():
-    net = DistributedDataParallel(mlp(), find_unused_parameters=True)
-    net(own_batch()).sum().backward()
-    twin = copy.deepcopy(net)
-    for model in (net, twin):
-        model.zero_grad()
-        model(own_batch()).sum().backward()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        assert p is not q
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 @pytest.mark.parametrize(
-    "registered", ["before wrapping", "after wrapping", "after a step", "late"]
+    ("registered", "options"),
+    [
+        ("before wrapping", {}),
+        ("after wrapping", {"gradient_as_bucket_view": True}),
+        ("after a step", {"find_unused_parameters": True}),
+        ("late", {}),
+    ],
 )
 @on_ranks(2)
-def test_an_optimizer_in_backward_takes_no_step_by_local_gradients(registered):
+def test_an_optimizer_in_backward_steps_with_reduced_gradients_only(registered, options):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     def register():
@@ -414,7 +331,7 @@ def test_an_optimizer_in_backward_takes_no_step_by_local_gradients(registered):
     x = torch.tensor([[1.0 + dist.get_rank()]])
     if registered == "before wrapping":
         register()
-    net = DistributedDataParallel(module)
+    net = DistributedDataParallel(module, **options)
     if registered == "after wrapping":
         register()
     if registered == "after a step":

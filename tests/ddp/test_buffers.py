@@ -82,6 +82,10 @@ def test_buffers_that_come_and_go_between_steps():
     net.module.late = torch.full((1,), 5.0 + rank)
     net(torch.ones(1, 2)).sum().backward()
     assert (late, net.module.late.item()) == ([0.0, 0.0], 5.0)
+    net = DistributedDataParallel(Scaled(), forward_sync_buffers=False)
+    net.module.scale.fill_(rank)
+    net(torch.ones(1, 2)).sum().backward()
+    assert net.module.scale.tolist() == [rank, rank]
 
 
 def test_expanded_sparse_and_inference_buffers():

@@ -166,30 +166,6 @@ def test_in_place_gradients_are_not_copied():
         assert ["3.weight"] in buckets
 
 
-@pytest.mark.parametrize("view", [False, True])
-@on_ranks(2)
-def test_a_gradient_that_is_kept_keeps_its_values(view):
-    """Gradients may share their bucket's memory; what somebody holds is not written again."""
-    net = DistributedDataParallel(nn.Linear(200, 200, bias=False), gradient_as_bucket_view=view)
-    held, storages = [], set()
-    for step in range(1, 5):
-        net.zero_grad()
-        net(torch.full((1, 200), float(step))).sum().backward()
-        gradient = net.module.weight.grad
-        if step == 2 and not view:
-            held.append(gradient)
-        if step == 3:
-            held.append(gradient[:1] if not view else gradient.clone())
-        storages.add(gradient.untyped_storage().data_ptr())
-        gradient.detach_() if not view else None
-        del gradient
-    kept = [[3.0]] if view else [[2.0], [3.0]]
-    assert ([h.unique().tolist() for h in held], net.module.weight.grad.unique().tolist()) == (
-        kept,
-        [4.0],
-    )
-
-
 @on_ranks(2)
 def test_unreferenced_buffers_are_reused():
     net = DistributedDataParallel(nn.Linear(200, 200, bias=False))
@@ -235,46 +211,6 @@ def test_buckets_are_rebuilt_in_the_order_of_rank_0():
 
 
 @on_ranks(2)
-def test_training_follows_torch_step_by_step():
-    """Momentum, weight decay, clipping, batch norm: the parameters stay those of torch's."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 2))
-    models = [
-        DistributedDataParallel(copy.deepcopy(net)),
-        nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
-    ]
-    for model in models:
-        torch.manual_seed(100 + dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss_of(model, torch.randn(8, 6)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-    first, second = (m.state_dict() for m in models)
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], msg=name)
-
-
-def test_buffers_follow_rank_0():
-    def main(sync):
-        net = DistributedDataParallel(nn.BatchNorm1d(3), forward_sync_buffers=sync)
-        x = torch.full((2, 3), float(dist.get_rank())) + torch.eye(2, 3)
-        for _ in range(2):
-            net(x).sum().backward()
-        net(x)
-        return net.module.running_mean.tolist()
-
-    first, second = run_ranks(main, 2, args=(False,))
-    assert first != second
-    first, second = run_ranks(main, 2, args=(True,))
-    # the last forward started from rank 0's statistics and added each rank's own
-    assert first != second
-    assert abs(first[0] - second[0]) <= 0.1 + 1e-6
-
-
-@on_ranks(2)
 def test_the_wrapper_can_be_dropped():
     module = mlp()
     for _ in range(2):
@@ -313,24 +249,6 @@ def test_gradients_in_memory_of_the_users(width):
         net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
         assert flat.unique().tolist() == [1.0, 2.0]  # the bias's and the weight's
         assert (array == 2).all()
-
-
-@on_ranks(2)
-def test_a_backward_after_an_interrupted_one():
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 1100)))
-    weight = net.module[1].weight
-    weight.grad = torch.full((1100, 1100), 5.0).t().contiguous().t()
-    trap = net.module[0].weight.register_hook(lambda g: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        net(torch.ones(1, 4)).sum().backward()
-    trap.remove()
-    net.zero_grad()
-    net(torch.zeros(1, 4)).sum().backward()
-    reduced = weight.grad.clone()
-    twin = copy.deepcopy(net.module)
-    twin.zero_grad()
-    twin(torch.zeros(1, 4)).sum().backward()
-    torch.testing.assert_close(reduced, twin[1].weight.grad)
 
 
 @on_ranks(2)

@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import assert_good_step, fail_on_rank_1, inputs, mlp, on_ranks, sprung, step
+from ddp.common import (
+    assert_good_step,
+    assert_gradients,
+    fail_on_rank_1,
+    in_one_process,
+    inputs,
+    mlp,
+    on_ranks,
+    sprung,
+    step,
+)
 from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.arguments import ReducerOptions
@@ -29,7 +39,6 @@ from gradwire.errors import (
     HookError,
     PeerFailedError,
     PeerLostError,
-    ReductionError,
 )
 from gradwire.testing import run_ranks
 
@@ -77,21 +86,6 @@ def test_reducers_made_without_a_message():
 # -- votes ---------------------------------------------------------------------------------
 
 
-def test_a_rank_that_dies_before_its_vote():
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook(None, mean)
-        assert_good_step(net)
-        if dist.get_rank() == 1:
-            launcher = net.reducer.launcher
-            launcher.vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerLostError):
-            step(net)
-        return True
-
-    assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
-
-
 @pytest.mark.narrow({"each_backend": "gloo"})
 def test_an_unreported_death_during_resynchronization():
     def main():
@@ -116,51 +110,6 @@ def test_an_unreported_death_during_resynchronization():
     assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("hook", [None, mean])
-@on_ranks(2, timeout=60)
-def test_an_exception_while_waiting_for_the_last_message(hook):
-    """As a signal handler raises it: others take the step, and all ranks hear that one did not."""
-    net = DistributedDataParallel(mlp())
-    net.register_comm_hook(None, hook)
-    assert_good_step(net)
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        domain = net.reducer.domain
-
-        def interrupted(waiter):
-            if waiter.state is not BackwardState.COMMITTING:  # its forward waits, too
-                return FaultDomain.poll(domain, waiter)
-            domain.poll = FaultDomain.poll.__get__(domain)
-            store.set("interrupted", "")
-            raise KeyboardInterrupt
-
-        domain.poll = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            step(net)
-        with pytest.raises(ReductionError, match=r"ranks \[1\].*same parameters"):
-            step(net)
-    else:
-        backward = net.reducer
-        launch, vote = backward.launcher.launch, backward.launcher.vote
-        late = backward.launcher
-
-        def held(send):
-            def hold(*args, **options):
-                store.wait(["interrupted"])
-                return send(*args, **options)
-
-            return hold
-
-        late.vote, late.launch = held(vote), held(launch) if hook is None else launch
-        assert_good_step(net)
-        late.vote, late.launch = vote, launch
-        with pytest.raises(PeerFailedError, match=r"rank 1: .*same parameters"):
-            step(net)
-    for _ in range(2):
-        assert_good_step(net)
-
-
 @on_ranks(2)
 def test_a_step_without_errors_does_not_use_the_store():
     net = DistributedDataParallel(mlp())
@@ -178,77 +127,6 @@ def test_a_step_without_errors_does_not_use_the_store():
 # -- several reducers, forwards and groups ---------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [0, 2, 5])
-@pytest.mark.parametrize("hook", [None, mean])
-@on_ranks(2, timeout=60)
-def test_two_wrappers_in_one_loss(where, hook):
-    actor = DistributedDataParallel(sprung(where), bucket_cap_mb=1e-4)
-    critic = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
-    for net in (actor, critic):
-        net.register_comm_hook(None, hook)
-    for _ in range(2):
-        assert_good_step(actor, critic)
-        actor.module.on = True
-        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
-            step(critic, actor)
-        actor.module.on = False
-    for _ in range(3):
-        assert_good_step(actor, critic)
-
-
-@on_ranks(2, timeout=60)
-def test_a_parameter_missing_in_two_wrappers():
-    class Short(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.short = nn.Linear(4, 4), nn.Linear(4, 2), False
-
-        def forward(self, x):
-            return (self.b.weight.sum() + self.b.bias.sum()) if self.short else self.b(self.a(x))
-
-    nets = [DistributedDataParallel(Short(), bucket_cap_mb=1e-5) for _ in range(2)]
-    assert_good_step(*nets)
-    for net in nets:
-        net.module.short = dist.get_rank() == 1
-    if dist.get_rank() == 1:
-        step(*nets)  # nobody can know yet that no more will come
-        with pytest.raises(ReductionError, match=r"a\.weight"):
-            nets[0](torch.zeros(2, 4))
-    else:
-        with pytest.raises(PeerFailedError, match=r"a\.weight"):
-            step(*nets)
-    for net in nets:
-        net.module.short = False
-    for _ in range(2):
-        assert_good_step(*nets)
-
-
-@pytest.mark.parametrize("hook", [None, mean])
-@on_ranks(2, timeout=60)
-def test_one_more_forward_on_one_rank(hook):
-    """Then a backward that fails there: nobody takes zeros for gradients."""
-    net = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
-    net.register_comm_hook(None, hook)
-    assert_good_step(net)
-    assert_good_step(net)
-    for extra in range(1, 3):
-        for _ in range(extra if dist.get_rank() == 1 else 0):
-            net(inputs(0))
-        fail_on_rank_1(net)
-        assert_good_step(net)
-        assert_good_step(net)
-
-
-@on_ranks(2, timeout=60)
-def test_an_exception_in_a_forward_of_one_rank():
-    net = DistributedDataParallel(mlp())
-    assert_good_step(net)
-    if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match="shapes"):
-            net(torch.zeros(3, 3))
-    assert_good_step(net)
-
-
 @on_ranks(2, timeout=60)
 def test_another_backward_after_one_that_failed():
     """Without a forward between them: the ranks meet before anything of it is sent."""
@@ -263,11 +141,11 @@ def test_another_backward_after_one_that_failed():
     with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
         one.backward()
     two.backward()
-    want = copy.deepcopy(second.module)
-    want.zero_grad()
-    sum(want(inputs(r)).sum() / 2 for r in range(2)).backward()
-    for got, p in zip(second.module.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, p.grad)
+
+    def alone(plain, rank, _):
+        plain(inputs(rank)).sum().backward()
+
+    assert_gradients(second, in_one_process(alone, second.module, 0, 2))
     first.module.on = False
     assert_good_step(first, second)
 
@@ -312,65 +190,32 @@ def test_a_wrapper_on_a_subgroup_beside_one_on_all_ranks():
 # -- hooks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["peer", "timed out", "connection closed", "socket"])
-@on_ranks(2, timeout=60)
-def test_the_text_of_a_hook_error_does_not_break_the_group(text):
-    fail = False
-
-    def hook(state, bucket):
-        def callback(future):
-            if fail and dist.get_rank() == 1:
-                raise TypeError(text)
-            return future.value()
-
-        return mean(state, bucket).then(callback)
-
-    net = DistributedDataParallel(mlp())
-    net.register_comm_hook(None, hook)
-    for _ in range(2):
-        assert_good_step(net)
-        fail = True
-        with pytest.raises(HookError if dist.get_rank() == 1 else PeerFailedError, match=text):
-            step(net)
-        fail = False
-    assert_good_step(net)
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("before", [True, False])
 @on_ranks(4, timeout=60)
 def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
     """Within a host first, then between all: rank 1 fails before one or the other."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = pairs[dist.get_rank() // 2]
-    fail = False
+    pair, fails = pairs[dist.get_rank() // 2], False
 
     def hook(state, bucket):
-        if before and fail and dist.get_rank() == 1:
-            raise KeyError("out of luck")
-        dist.all_reduce(bucket.buffer(), group=pair, async_op=True).get_future()
-        if fail and dist.get_rank() == 1:
-            raise KeyError("out of luck")
-        bucket.buffer().div_(2)
-        return mean(None, bucket)
-
-    def wait_first(state, bucket):
         buffer = bucket.buffer()
-        future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
-        if fail and dist.get_rank() == 1:
+        if before and fails:
             raise KeyError("out of luck")
-        return future.then(lambda f: f.value()[0] / 4)
+        future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
+        if fails:
+            raise KeyError("out of luck")
+        return mean(None, bucket) if before else future.then(lambda f: f.value()[0] / 4)
 
     net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-    net.register_comm_hook(None, wait_first if not before else hook)
-    step(net)
+    net.register_comm_hook(None, hook)
     for _ in range(2):
-        fail = True
-        kind = HookError if dist.get_rank() == 1 else PeerFailedError
-        with pytest.raises(kind, match="out of luck"):
-            step(net)
-        fail = False
         step(net)
+        fails = dist.get_rank() == 1
+        with pytest.raises(HookError if fails else PeerFailedError, match="out of luck"):
+            step(net)
+        fails = False
+    step(net)
 
 
 def test_a_rank_that_does_not_answer_in_time():

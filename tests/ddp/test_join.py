@@ -92,6 +92,7 @@ def test_training_with_uneven_inputs(world_size, hook, initial):
         {"static_graph": True},
         {"static_graph": True, "gradient_as_bucket_view": True},
         {"broadcast_buffers": False},
+        {"lazy_bucket_allocation": True},
     ],
 )
 @on_ranks(2)

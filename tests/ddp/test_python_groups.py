@@ -43,17 +43,21 @@ class Wrapped(ProcessGroup):
         return self.inner.barrier(opts or BarrierOptions())
 
 
+def steps(net, model):
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
+    return net.weight.grad.tolist()
+
+
 def trained():
     inner = dist.new_group(backend="gloo")
     if "wrapped" not in dist.Backend.backend_list:
         dist.Backend.register_backend("wrapped", lambda *_: Wrapped(inner), devices=["cpu"])
     group = dist.new_group(backend="wrapped")
     net = nn.Linear(2, 1, bias=False)
-    model = DistributedDataParallel(net, process_group=group)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
-    return net.weight.grad.tolist(), all_reduce(torch.ones(1), group=group).item()
+    found = steps(net, DistributedDataParallel(net, process_group=group))
+    return found, all_reduce(torch.ones(1), group=group).item()
 
 
 def test_ddp_on_a_group_written_in_python():
@@ -102,10 +106,7 @@ def trained_without_store(handle):
     net = nn.Linear(2, 1, bias=False)
     with pytest.warns(UserWarning, match="no store"):
         model = DistributedDataParallel(net, process_group=group)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
-    return net.weight.grad.tolist(), model._get_ddp_logging_data()["backend_name"]
+    return steps(net, model), model._get_ddp_logging_data()["backend_name"]
 
 
 @pytest.mark.parametrize("handle", [None, "python", "future"])

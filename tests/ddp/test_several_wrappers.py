@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import assert_average, assert_same, average_used, on_ranks
+from ddp.common import assert_average, assert_same, on_ranks
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.errors import NotSupportedError, PeerFailedError
 from gradwire.testing import run_ranks
@@ -38,52 +38,6 @@ class Layers(nn.Module):
 def one_input(step=0):
     value = (1.0 + dist.get_rank() + step) / WIDTH
     return torch.full((2, WIDTH), value, dtype=torch.float64, requires_grad=True)
-
-
-def made(count=2, width=5, **options):
-    """Wrappers, and twins of what they wrap."""
-    torch.manual_seed(0)
-    nets = [DistributedDataParallel(Layers(width), **options) for _ in range(count)]
-    return nets, [copy.deepcopy(net.module) for net in nets]
-
-
-def critic_step(generator, critic, averaged=()):
-    """Train the critic, freeze it, and train the generator through it."""
-    for module in (generator, critic):
-        module.zero_grad()
-    critic.requires_grad_(True)
-    critic(one_input()).square().sum().backward()
-    for module in averaged:
-        average_used(module)
-    critic.requires_grad_(False)
-    critic.zero_grad()
-    critic(generator(one_input(1))).square().sum().backward()
-    for module in averaged:
-        average_used(module)
-
-
-@pytest.mark.usefixtures("each_backend")
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-6}])
-@on_ranks(2)
-def test_a_generator_through_a_frozen_critic(options):
-    (generator, critic), twins = made(**options)
-    for _ in range(3):
-        critic_step(generator, critic)
-        critic_step(*twins, averaged=twins)
-        assert_same(generator, twins[0])
-        assert_same(critic, twins[1])
-
-
-@pytest.mark.usefixtures("each_backend")
-@on_ranks(2)
-def test_a_generator_through_a_critic_that_gets_no_gradient():
-    (generator, critic), (twin, other) = made()
-    for _ in range(2):  # two in a row: of the first, nothing is left to be waited for
-        for g, c in ((generator, critic), (twin, other)):
-            g.zero_grad()
-            c(g(one_input())).sum().backward(inputs=list(g.parameters()))
-        assert_average(generator, twin)
-        assert_same(critic, other)
 
 
 # -- the same parameters ------------------------------------------------------------------------
@@ -270,26 +224,6 @@ def sum_of_forwards(nets, edges, order):
                 x = torch.full((2, WIDTH), value, dtype=torch.float64)
                 (twin(x).sum() / len(edges[i])).backward()
             assert_same(net, twin)
-
-
-@pytest.mark.usefixtures("each_backend")
-@pytest.mark.parametrize("find_unused", [True, False])
-@pytest.mark.parametrize("world", [2, 3])  # three: two that are not rank 0, in two orders
-@pytest.mark.narrow({"find_unused": True, "world": 2}, {"find_unused": False, "world": 3})
-def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused, world):
-    def main():
-        torch.manual_seed(0)
-        nets = {
-            i: DistributedDataParallel(
-                Layers(5), process_group=dist.new_group(), find_unused_parameters=find_unused
-            )
-            for i in range(2)
-        }
-        everyone = tuple(range(world))
-        order = [0, 1] if dist.get_rank() % 2 == 0 else [1, 0]
-        sum_of_forwards(nets, [everyone, everyone], order)
-
-    run_ranks(main, world)
 
 
 @pytest.mark.usefixtures("each_backend")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp.common import on_ranks
+from ddp.common import assert_gradients, in_one_process, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import HookError, PeerFailedError
-from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
 
@@ -30,20 +28,20 @@ class Words(nn.Module):
         return self.out(self.words(words))
 
 
-def check(net, words, *, rtol=1e-5):
+def check(net, words, *, rtol=1e-5, layout=torch.sparse_coo):
     """Three steps, held against one process with all ranks' words."""
-    twin = copy.deepcopy(net.module)
     everyone = [torch.empty_like(words) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, words)
-    for _ in range(3):
-        for model in (net, twin):
-            model.zero_grad()
-        net(words).square().sum().backward()
-        (sum(twin(w).square().sum() for w in everyone) / len(everyone)).backward()
-        for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
-            assert p.grad.layout == q.grad.layout
-            got, want = p.grad.to_dense(), q.grad.to_dense()
-            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
+
+    def program(net, rank, _):
+        net(everyone[rank]).square().sum().backward()
+
+    for step in range(3):
+        net.zero_grad()
+        program(net, dist.get_rank(), step)
+        assert net.module.words.weight.grad.layout == layout
+        expected = in_one_process(program, net.module, step, len(everyone))
+        assert_gradients(net, expected, rtol=rtol, atol=rtol)
     return net.module.words.weight.grad.to_dense().tolist()
 
 
@@ -71,18 +69,15 @@ SPARSE_HOOKS = {
 
 
 @pytest.mark.parametrize("hook", SPARSE_HOOKS)
+@on_ranks(2)
 def test_sparse_gradients_with_a_hook(each_backend, hook):
     """PyTorch's compressing hooks fail on a sparse bucket; ours, and ours in them, do not."""
     if each_backend == "shm" and hook.startswith("torch"):
         pytest.skip("the hook all_reduces a sparse tensor, which only Gloo does")
-
-    def main():
-        function, rtol = SPARSE_HOOKS[hook]
-        net = DistributedDataParallel(Words())
-        net.register_comm_hook(None, function)
-        check(net, torch.tensor([[dist.get_rank(), 3]]), rtol=rtol)
-
-    run_ranks(main, 2)
+    function, rtol = SPARSE_HOOKS[hook]
+    net = DistributedDataParallel(Words())
+    net.register_comm_hook(None, function)
+    check(net, torch.tensor([[dist.get_rank(), 3]]), rtol=rtol)
 
 
 @on_ranks(2)
@@ -123,14 +118,7 @@ def test_an_embedding_weight_with_a_dense_use(each_backend):
 
     net = DistributedDataParallel(Tied())
     rank = dist.get_rank()
-    check(net, torch.tensor([[rank, 3, rank]]))
-
-
-def test_the_bucket_of_a_sparse_gradient_in_a_hook():
-    gradient = torch.sparse_coo_tensor([[1]], [[2.0]], (3, 1), check_invariants=True).coalesce()
-    bucket = GradBucket(0, gradient, [torch.zeros(3, 1)], is_last=True)
-    assert bucket.gradients()[0] is gradient
-    assert bucket.buffer().indices().tolist() == [[1]]
+    check(net, torch.tensor([[rank, 3, rank]]), layout=torch.strided)
 
 
 class Large(nn.Module):
@@ -155,40 +143,24 @@ def drawn_words(generator):
     return torch.randint(1500, (most,), generator=generator)
 
 
-def reference(batches):
-    """Return the mean over ranks of the gradients of a single process, None where all are."""
-    sums: list[torch.Tensor | None] = [None] * 3
-    for batch in batches:
-        twin = Large()
-        twin(*batch).backward()
-        for i, p in enumerate(twin.parameters()):
-            if p.grad is not None:
-                dense = p.grad.to_dense() / 4
-                sums[i] = dense if sums[i] is None else sums[i] + dense
-    return sums
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5}])
-@on_ranks(4)
-def test_drawn_numbers_of_entries(each_backend, options):
+def test_drawn_numbers_of_entries(options, same_as_one_process):
     """Small integers, so that sums are exact; a rank's entries grow, shrink and are absent."""
-    net = DistributedDataParallel(Large(), **options)
-    unused = "find_unused_parameters" in options
-    for step in range(12):
-        generators = [torch.Generator().manual_seed(100 * step + r) for r in range(4)]
-        batches = [[drawn_words(g), drawn_words(g)] for g in generators]
-        if not unused:  # each parameter gets a gradient
-            batches = [[torch.cat([w, torch.tensor([3])]) for w in b] for b in batches]
-        net.zero_grad()
-        net(*batches[dist.get_rank()]).backward()
-        for p, want in zip(net.module.parameters(), reference(batches), strict=True):
-            got = p.grad
-            assert (got is None) == (want is None)
-            if got is not None and got.layout == torch.sparse_coo:
-                assert got.is_coalesced()
-                got = got.to_dense()
-            assert got is None or torch.equal(got, want)
+
+    def program(net, rank, step):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        words = [drawn_words(generator), drawn_words(generator)]
+        if "bucket_cap_mb" in options:  # each parameter gets a gradient
+            words = [torch.cat([w, torch.tensor([3])]) for w in words]
+        net(*words).backward()
+
+    def check(net):
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(g.is_coalesced() for g in grads if g.layout == torch.sparse_coo)
+
+    exact = {"rtol": 0, "atol": 0}
+    same_as_one_process(program, 4, options, model=Large, steps=12, check=check, **exact)
 
 
 @on_ranks(2)

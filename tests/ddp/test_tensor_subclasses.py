@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.subclasses import WrapperSubclass
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel
@@ -27,38 +26,10 @@ class Named(Tensor):
     """Nothing but a class: what PyTorch computes from it is of the class, too."""
 
 
-class Wrapper(Tensor):
-    """Has its values in another tensor, and no memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, meta, size, stride):
-        return Wrapper(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inner_args, inner_kwargs = pytree.tree_map_only(Wrapper, lambda t: t.inner, (args, kwargs))
-        out = function(*inner_args, **inner_kwargs)
-        out = pytree.tree_map_only(Tensor, Wrapper, out)
-        return return_and_correct_aliasing(function, args, kwargs, out)
-
-
 KINDS = {
     "plain": lambda t: t,
     "named": lambda t: t.as_subclass(Named),
-    "wrapper": Wrapper,
+    "wrapper": WrapperSubclass,
 }
 
 
@@ -74,7 +45,7 @@ class Net(nn.Module):
 
 
 def plain(t):
-    return t.inner if isinstance(t, Wrapper) else t.as_subclass(Tensor)
+    return t.a if isinstance(t, WrapperSubclass) else t.as_subclass(Tensor)
 
 
 def train(kind, size, options):

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from ddp.common import on_ranks
 from gradwire.compat.ddp import DistributedDataParallel as CompatDDP
 from gradwire.ddp import DistributedDataParallel
-from gradwire.testing import run_ranks
 
 
 class MLP(nn.Module):
@@ -67,17 +66,6 @@ def test_checkpoints_have_the_modules_keys() -> None:
     assert torch.equal(other.module.weight, net.module.weight)
 
 
-def test_accelerate_unwraps_the_module() -> None:
-    accelerate = pytest.importorskip("accelerate")
-
-    def main() -> None:
-        module = linear()
-        net = DistributedDataParallel(module)
-        assert accelerate.utils.extract_model_from_parallel(net) is module
-
-    run_ranks(main, 2)
-
-
 # -- the reducer -----------------------------------------------------------------------------
 
 
@@ -120,49 +108,6 @@ def test_prepare_for_backward(train: Any, find_unused_parameters: bool) -> None:
     options = {"find_unused_parameters": find_unused_parameters}
     for cls in (DistributedDataParallel, CompatDDP):
         torch.testing.assert_close(gradients(cls, train, **options), expected)
-
-
-class Manual(nn.Module):
-    """A forward that runs two backwards, each of its own half, as Lightning's GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
-        self.outer: list[Any] = []  # hidden from torch.nn, which would find a circle
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        outer = self.outer[0]
-        for half in (self.generator, self.critic):
-            self.requires_grad_(False)
-            half.requires_grad_(True)
-            loss = self.critic(self.generator(x)).square().mean()
-            outer.reducer._rebuild_buckets()
-            outer.reducer.prepare_for_backward([loss])
-            loss.backward()
-            outer.optimizers[half].step()
-            outer.optimizers[half].zero_grad()
-        self.requires_grad_(True)
-        outer.require_backward_grad_sync = False
-        return {"loss": loss.detach(), "again": self.critic(x)}
-
-
-@on_ranks(2, backend="gloo")
-def test_backwards_inside_a_forward() -> None:
-    def trained(cls: type) -> list[list[float]]:
-        module = Manual()
-        net = cls(module, find_unused_parameters=True)
-        module.outer.append(net)
-        halves = (module.generator, module.critic)
-        net.optimizers = {h: torch.optim.SGD(h.parameters(), 0.1) for h in halves}
-        for step in range(4):
-            net.require_backward_grad_sync = True
-            net(own_batch(step))
-        return [p.flatten().tolist() for p in module.parameters()]
-
-    expected = trained(TorchsDDP)
-    for cls in (DistributedDataParallel, CompatDDP):
-        torch.testing.assert_close(trained(cls), expected)
 
 
 @on_ranks(2)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import average_used, on_ranks
+from ddp.common import OneProcess, average_used, on_ranks
 from gradwire.ddp import DistributedDataParallel
 
 
-class Naive(nn.Module):
+class Naive(OneProcess):
     """What the wrapper is compared with: gradients are averaged after backward."""
 
     def __init__(self, module, **_):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args):
-        return self.module(*args)
-
-    def no_sync(self):
-        return nullcontext()
+        super().__init__(module)
 
 
 def ours(*nets):
@@ -45,6 +38,10 @@ def layers(seed=0):
 def draw(step, offset=0):
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + step + 10_000 * offset)
     return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def loss_of(net, step, offset=0):
+    return net(draw(step, offset)).square().mean()
 
 
 def sgd(net):
@@ -69,114 +66,13 @@ def adversaries(wrap, average):
     return g, d
 
 
-def losses_in_a_list(wrap, average):
-    """Every loss is kept with its graph."""
-    net, kept = wrap(layers()), []
-    optimizer = sgd(net)
-    for step in range(6):
-        kept.append(net(draw(step)).square().mean())
-        optimizer.zero_grad()
-        kept[-1].backward()
-        average(net)
-        optimizer.step()
-    return (net,)
-
-
-def samples_of_one_rank(wrap, average):
-    """Rank 0 looks at a sample now and then, with gradients enabled, and keeps it for a while."""
-    net = wrap(layers())
-    optimizer = sgd(net)
-    for step in range(8):
-        if step % 3 == 1 and dist.get_rank() == 0:
-            sample = net(draw(step, 1))
-        optimizer.zero_grad()
-        loss = net(draw(step)).square().mean()
-        loss.backward()
-        average(net)
-        optimizer.step()
-        del loss
-    assert dist.get_rank() or sample.requires_grad
-    return (net,)
-
-
-def hardest_of_a_list(wrap, average):
-    """Each rank trains on the candidate whose loss is the largest."""
-    net = wrap(layers())
-    optimizer = sgd(net)
-    for step in range(8):
-        losses = [net(draw(step, i)).square().mean() for i in range(4)]
-        optimizer.zero_grad()
-        max(losses).backward()
-        average(net)
-        optimizer.step()
-    return (net,)
-
-
-def hardest_so_far(wrap, average):
-    """As before, of which only the best one is kept."""
-    net = wrap(layers())
-    optimizer = sgd(net)
-    for step in range(8):
-        worst = None
-        for i in range(4):
-            loss = net(draw(step, i)).square().mean()
-            if worst is None or loss > worst:
-                worst = loss
-        optimizer.zero_grad()
-        worst.backward()
-        average(net)
-        optimizer.step()
-    return (net,)
-
-
-def uneven_evaluation(wrap, average):
-    """Ranks evaluate on different numbers of batches, in eval mode, with gradients enabled."""
-    net = wrap(layers())
-    optimizer = sgd(net)
-    for step in range(8):
-        net.train()
-        loss = net(draw(step)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        average(net)
-        optimizer.step()
-        net.eval()
-        total = 0.0
-        for i in range(2 * dist.get_rank()):
-            loss = net(draw(step, i)).square().mean()
-            total += loss.item()
-    return (net,)
-
-
-def sharpness_aware(wrap, average):
-    """SAM: each rank climbs by its own gradient, then takes the mean of those found there."""
-    net = wrap(layers())
-    optimizer = sgd(net)
-    for step in range(6):
-        with net.no_sync():
-            net(draw(step)).square().mean().backward()
-        with torch.no_grad():
-            before = [p.clone() for p in net.parameters()]
-            for p in net.parameters():
-                p.add_(p.grad, alpha=0.1)
-        net.zero_grad()
-        net(draw(step)).square().mean().backward()
-        average(net)
-        with torch.no_grad():
-            for p, old in zip(net.parameters(), before, strict=True):
-                p.copy_(old)
-        optimizer.step()
-        net.zero_grad()
-    return (net,)
-
-
 def averaged_copies(wrap, average):
     """An exponential average of the weights: a copy of the wrapper, evaluated on rank 0."""
     net = wrap(layers())
     optimizer, smooth = sgd(net), copy.deepcopy(net)
     for step in range(6):
         optimizer.zero_grad()
-        net(draw(step)).square().mean().backward()
+        loss_of(net, step).backward()
         average(net)
         optimizer.step()
         with torch.no_grad():
@@ -187,50 +83,107 @@ def averaged_copies(wrap, average):
     return net, smooth
 
 
-def accumulated(wrap, average):
+# -- losses of one network, some of which ranks compute more often than others ------------------
+
+
+def losses_in_a_list(net, step, kept):
+    """Every loss is kept with its graph."""
+    kept.append(loss_of(net, step))
+    return kept[-1]
+
+
+def samples_of_one_rank(net, step, kept):
+    """Rank 0 looks at a sample now and then, with gradients enabled, and keeps it for a while."""
+    if step % 3 == 1 and dist.get_rank() == 0:
+        kept[:] = [net(draw(step, 1))]
+    return loss_of(net, step)
+
+
+def hardest_so_far(net, step, kept):
+    """Each rank trains on the candidate whose loss is the largest, and keeps only that one."""
+    worst = None
+    for i in range(4):
+        loss = loss_of(net, step, i)
+        if worst is None or loss > worst:
+            worst = loss
+    return worst
+
+
+def uneven_evaluation(net, step, kept):
+    """Ranks evaluate on different numbers of batches, in eval mode, with gradients enabled."""
+    net.eval()
+    for i in range(2 * dist.get_rank()):
+        loss_of(net, step, i).item()
+    net.train()
+    return loss_of(net, step)
+
+
+def sharpness_aware(net, step, kept):
+    """SAM: each rank climbs by its own gradient, then takes the mean of those found there."""
+    with net.no_sync():
+        loss_of(net, step).backward()
+    with torch.no_grad():
+        before = [p.clone() for p in net.parameters()]
+        for p in net.parameters():
+            p.add_(p.grad, alpha=0.1)
+    net.zero_grad()
+    kept[:] = before
+    return loss_of(net, step)
+
+
+def accumulated(net, step, kept):
     """Micro batches under no_sync, of which ranks have different numbers."""
-    net = wrap(layers())
+    with net.no_sync():
+        for i in range(dist.get_rank() + 1):
+            loss = loss_of(net, step, i)
+            if i != 1:
+                loss.backward()
+    return loss_of(net, step)
+
+
+def trained(loss, wrap, average):
+    net, kept = wrap(layers()), []
     optimizer = sgd(net)
-    for step in range(6):
+    for step in range(8):
         optimizer.zero_grad()
-        with net.no_sync():
-            for i in range(dist.get_rank() + 1):
-                loss = net(draw(step, i)).square().mean()
-                if i != 1:
-                    loss.backward()
-        net(draw(step)).square().mean().backward()
+        loss(net, step, kept).backward()
         average(net)
+        if loss is sharpness_aware:  # steps from where it was before it climbed
+            with torch.no_grad():
+                for p, old in zip(net.parameters(), kept, strict=True):
+                    p.copy_(old)
         optimizer.step()
     return (net,)
 
 
-PROGRAMS = [
-    adversaries,
+LOSSES = [
     losses_in_a_list,
     samples_of_one_rank,
-    hardest_of_a_list,
     hardest_so_far,
     uneven_evaluation,
     sharpness_aware,
-    averaged_copies,
     accumulated,
 ]
+PROGRAMS = {
+    "adversaries": adversaries,
+    "averaged copies": averaged_copies,
+    **{loss.__name__: partial(trained, loss) for loss in LOSSES},
+}
 
 
 @pytest.mark.usefixtures("each_backend")
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.narrow({"hook": None})
 @on_ranks(2)
 def test_gradients_equal_an_average_after_each_backward(program, hook):
     def wrap(module):
         net = DistributedDataParallel(module, check_replicas=1)
-        if hook:
-            net.register_comm_hook(None, hook)
+        net.register_comm_hook(None, hook)
         return net
 
-    trained, twins = program(wrap, ours), program(Naive, naive)
-    for net, twin in zip(trained, twins, strict=True):
+    run = PROGRAMS[program]
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
+    for net, twin in zip(run(wrap, ours), run(Naive, naive), strict=True):
         for (n, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
-            tolerance = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
             torch.testing.assert_close(p, q, msg=n, **tolerance)

@@ -516,42 +516,38 @@ def alone(out):
 
 
 @pytest.mark.parametrize("loss", [alone, gathered, maximum, passed])
+@on_ranks(2)
 def test_weights_where_ranks_exchange_cotangents(loss):
-    def main():
-        net = DistributedDataParallel(Exchanging())
-        twin = copy.deepcopy(net.module)
-        for step in range(3):
-            count = 2 + 3 * ((dist.get_rank() + step) % 2)
-            x = torch.randn(count, 3, generator=torch.Generator().manual_seed(step + 9 * count))
-            net.zero_grad()
-            twin.zero_grad()
-            net.weight(count)
-            loss(net(x)).backward()
-            (loss(twin(x)) * count).backward()
-            naive.weighted_average(dist.group.WORLD, twin.parameters(), count)
-            assert_same(net.module, twin)
-
-    run_ranks(main)
-
-
-def test_a_weight_of_0_where_ranks_exchange_cotangents():
-    def main():
-        net, plain = DistributedDataParallel(Exchanging()), nn.BatchNorm1d(4)
-        whole = torch.randn(4, 3)
-        whole = C.broadcast(whole, 0)
-        own = whole[: 4 * dist.get_rank()]  # none on rank 0
-        net.weight(len(own))
-        net(own).square().mean().backward()
-        twin = nn.Sequential(copy.deepcopy(net.module.first), plain)
-        out = copy.deepcopy(net.module.last)
-        twin.zero_grad()
-        out(twin(whole).tanh()).square().mean().backward()
-        torch.testing.assert_close(net.module.first.weight.grad, twin[0].weight.grad)
+    net = DistributedDataParallel(Exchanging())
+    twin = copy.deepcopy(net.module)
+    for step in range(3):
+        count = 2 + 3 * ((dist.get_rank() + step) % 2)
+        x = torch.randn(count, 3, generator=torch.Generator().manual_seed(step + 9 * count))
         net.zero_grad()
-        net.weight(4 * dist.get_rank())
-        outputs = net(whole)
-        error = PeerFailedError if dist.get_rank() else NotSupportedError
-        with pytest.raises(error, match=r"weight\(0\)"):
-            outputs.square().mean().backward()
+        twin.zero_grad()
+        net.weight(count)
+        loss(net(x)).backward()
+        (loss(twin(x)) * count).backward()
+        naive.weighted_average(dist.group.WORLD, twin.parameters(), count)
+        assert_same(net.module, twin)
 
-    run_ranks(main)
+
+@on_ranks(2)
+def test_a_weight_of_0_where_ranks_exchange_cotangents():
+    net, plain = DistributedDataParallel(Exchanging()), nn.BatchNorm1d(4)
+    whole = torch.randn(4, 3)
+    whole = C.broadcast(whole, 0)
+    own = whole[: 4 * dist.get_rank()]  # none on rank 0
+    net.weight(len(own))
+    net(own).square().mean().backward()
+    twin = nn.Sequential(copy.deepcopy(net.module.first), plain)
+    out = copy.deepcopy(net.module.last)
+    twin.zero_grad()
+    out(twin(whole).tanh()).square().mean().backward()
+    torch.testing.assert_close(net.module.first.weight.grad, twin[0].weight.grad)
+    net.zero_grad()
+    net.weight(4 * dist.get_rank())
+    outputs = net(whole)
+    error = PeerFailedError if dist.get_rank() else NotSupportedError
+    with pytest.raises(error, match=r"weight\(0\)"):
+        outputs.square().mean().backward()
