@@ -7,9 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 
 from gradwire import collectives as C
-from gradwire.testing import adjoint_check, gradcheck, run_ranks
+from gradwire.testing import adjoint_check, gradcheck
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -153,61 +154,53 @@ DTYPES = {
 
 @pytest.mark.narrow({"layout": "expanded", "each_backend": "shm"})
 @pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
 def test_linear_ops_in_every_group_layout_and_dtype(layout):
-    def main():
-        for g in groups():
-            for dtype, tolerance in DTYPES.items():
-                for name, op in LINEAR.items():
-                    torch.manual_seed(dist.get_rank())
-                    x = torch.randn(4, 4, dtype=dtype, requires_grad=True)
-                    try:
-                        check_once(in_layout(op, layout, g), x, g, tolerance)
-                    except Exception as error:
-                        raise AssertionError(f"{name}, {g}, {dtype}") from error
-
-    run_ranks(main, 4)
+    for g in groups():
+        for dtype, tolerance in DTYPES.items():
+            for name, op in LINEAR.items():
+                torch.manual_seed(dist.get_rank())
+                x = torch.randn(4, 4, dtype=dtype, requires_grad=True)
+                try:
+                    check_once(in_layout(op, layout, g), x, g, tolerance)
+                except Exception as error:
+                    raise AssertionError(f"{name}, {g}, {dtype}") from error
 
 
+@on_ranks(2)
 def test_linear_ops_for_every_unit_vector():
-    def main():
-        for name, op in LINEAR.items():
-            x = torch.randn(2, 2, dtype=torch.complex64, requires_grad=True)
-            try:
-                assert adjoint_check(lambda x, op=op: op(x, group=None), x)
-            except Exception as error:
-                raise AssertionError(name) from error
-
-    run_ranks(main, 2)
+    for name, op in LINEAR.items():
+        x = torch.randn(2, 2, dtype=torch.complex64, requires_grad=True)
+        try:
+            assert adjoint_check(lambda x, op=op: op(x, group=None), x)
+        except Exception as error:
+            raise AssertionError(name) from error
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("first", [0, 1], ids=["even", "odd"])
+@on_ranks(2)
 def test_linear_ops_have_second_derivatives(first):
-    def main():
-        for name in list(LINEAR)[first::2]:
+    for name in list(LINEAR)[first::2]:
 
-            def squared(x, name=name):
-                out = LINEAR[name](x * x, group=None)
-                return [y * y for y in (out if isinstance(out, tuple) else (out,))]
+        def squared(x, name=name):
+            out = LINEAR[name](x * x, group=None)
+            return [y * y for y in (out if isinstance(out, tuple) else (out,))]
 
-            x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-            try:
-                gradcheck(squared, x)
-            except Exception as error:
-                raise AssertionError(name) from error
-
-    run_ranks(main, 2)
+        x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+        try:
+            gradcheck(squared, x)
+        except Exception as error:
+            raise AssertionError(name) from error
 
 
 @pytest.mark.narrow({"each_backend": "shm"})
+@on_ranks(3)
 def test_nonlinear_ops():
-    def main():
-        for g in groups():
-            for name, op in NONLINEAR.items():
-                x = torch.randn(size(g), 1, dtype=torch.float64, requires_grad=True)
-                try:
-                    gradcheck(lambda x, op=op, g=g: op(x, **g), x, g["group"])
-                except Exception as error:
-                    raise AssertionError(f"{name}, {g}") from error
-
-    run_ranks(main, 3)
+    for g in groups():
+        for name, op in NONLINEAR.items():
+            x = torch.randn(size(g), 1, dtype=torch.float64, requires_grad=True)
+            try:
+                gradcheck(lambda x, op=op, g=g: op(x, **g), x, g["group"])
+            except Exception as error:
+                raise AssertionError(f"{name}, {g}") from error

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 
 from gradwire import _groups
 from gradwire import collectives as C
@@ -113,36 +114,28 @@ def test_a_gradient_that_one_rank_wants_is_computed_on_all():
     assert run_ranks(main, 4) == [nothing, nothing, [[10.0] * 2, [10.0] * 2, [0.0] * 2], nothing]
 
 
+@on_ranks(3)
 def test_a_receiver_without_a_tensor_takes_part_in_a_gradient_that_another_wants():
-    def main():
-        rank = dist.get_rank()
-        x = None if rank == 2 else torch.ones(2, requires_grad=rank == 1)
-        y = C.broadcast(x, 0, check=True)
-        y.sum().backward()
-        return rank != 1 or x.grad.tolist() == [0.0, 0.0]
-
-    assert run_ranks(main, 3) == [True] * 3
+    rank = dist.get_rank()
+    x = None if rank == 2 else torch.ones(2, requires_grad=rank == 1)
+    y = C.broadcast(x, 0, check=True)
+    y.sum().backward()
+    assert rank != 1 or x.grad.tolist() == [0.0, 0.0]
 
 
-def test_a_gradient_that_one_rank_cannot_have():
-    def usual():
-        C.all_reduce(torch.ones(2, requires_grad=True))
-
-    def other():
-        with torch.no_grad():
-            usual()
-
-    assert "rank 2: gradients are disabled" in deviating(usual, other)
-
-
-def test_a_gradient_that_a_rank_cannot_have_in_a_transform():
-    def usual():
+def without_gradients():
+    with torch.no_grad():
         C.all_gather(torch.ones(2, requires_grad=True))
 
-    def other():
-        torch.func.vmap(lambda x: C.all_gather(x))(torch.ones(3, 2))
 
-    assert "rank 2: gradients are disabled" in deviating(usual, other)
+def in_a_transform():
+    torch.func.vmap(lambda x: C.all_gather(x))(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("other", [without_gradients, in_a_transform])
+def test_a_gradient_that_one_rank_cannot_have(other):
+    message = deviating(lambda: C.all_gather(torch.ones(2, requires_grad=True)), other)
+    assert "rank 2: gradients are disabled" in message
 
 
 def test_backwards_in_another_order():
@@ -219,25 +212,6 @@ def test_precedence_of_check_settings(monkeypatch):
     assert not on()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: C.all_reduce(ones(2), "product"),
-        lambda: C.all_reduce(ones(3)),
-        lambda: C.all_reduce(ones(2).double()),
-        lambda: C.all_gather(ones(2)),
-    ],
-)
-def test_shm_compares_by_itself(other, each_backend):
-    def main():
-        with pytest.raises(MismatchError):
-            (other if dist.get_rank() == 2 else lambda: C.all_reduce(ones(2)))()
-        return C.all_reduce(ones(1)).item()
-
-    if each_backend == "shm":
-        assert run_ranks(main, 4) == [4.0] * 4
-
-
 def test_on_shm_checks_are_on_unless_switched_off(each_backend):
     def main():
         rank, group = dist.get_rank(), dist.group.WORLD
@@ -267,21 +241,19 @@ def test_on_shm_checks_are_on_unless_switched_off(each_backend):
         assert something[0].tolist() == [2.0, 2.0]
 
 
+@on_ranks(2)
 def test_with_checks_off_only_data_is_sent():
-    def main():
-        sent = []
-        gather = wire.gather_ints
-        try:
-            wire.gather_ints = lambda *args: sent.append(1) or gather(*args)
-            x = torch.ones(2, requires_grad=True)
-            C.all_reduce(C.all_gather(x, check=False), check=False).sum().backward()
-            off = len(sent)
-            C.all_reduce(C.all_gather(x, check=True), check=True).sum().backward()
-        finally:
-            wire.gather_ints = gather
-        return off, len(sent)
-
-    assert run_ranks(main, 2) == [(0, 4)] * 2
+    sent = []
+    gather = wire.gather_ints
+    try:
+        wire.gather_ints = lambda *args: sent.append(1) or gather(*args)
+        x = torch.ones(2, requires_grad=True)
+        C.all_reduce(C.all_gather(x, check=False), check=False).sum().backward()
+        off = len(sent)
+        C.all_reduce(C.all_gather(x, check=True), check=True).sum().backward()
+    finally:
+        wire.gather_ints = gather
+    assert (off, len(sent)) == (0, 4)
 
 
 def test_a_gradient_that_an_inference_tensor_cannot_have():
@@ -308,21 +280,17 @@ def test_receivers_with_a_different_size_are_refused():
     assert run_ranks(main) == [[0.0, 1.0], [2.0, 3.0]]
 
 
+@on_ranks(2)
 def test_more_dims_than_fit_a_signature():
-    def main():
-        at_root = dist.get_rank() == 0
-        x = torch.ones([2] + [1] * 8)
-        for op in (
-            lambda: C.scatter(x if at_root else None, 0),
-            lambda: C.broadcast(x if at_root else None, 0, check=True),
-        ):
-            with pytest.raises(
-                ArgumentError, match=r"more than 8 dims.*: give every rank a tensor"
-            ):
-                op()
-        assert C.scatter(x, 0, like=x[:1], check=True).shape == x[:1].shape
-        assert C.broadcast(x, 0, check=True).shape == x.shape
-        with pytest.raises(ArgumentError, match="size 1 in dim 0 on rank 1"):
-            C.halo_exchange(x if at_root else x[:1], 2, check=True)
-
-    run_ranks(main)
+    at_root = dist.get_rank() == 0
+    x = torch.ones([2] + [1] * 8)
+    for op in (
+        lambda: C.scatter(x if at_root else None, 0),
+        lambda: C.broadcast(x if at_root else None, 0, check=True),
+    ):
+        with pytest.raises(ArgumentError, match=r"more than 8 dims.*: give every rank a tensor"):
+            op()
+    assert C.scatter(x, 0, like=x[:1], check=True).shape == x[:1].shape
+    assert C.broadcast(x, 0, check=True).shape == x.shape
+    with pytest.raises(ArgumentError, match="size 1 in dim 0 on rank 1"):
+        C.halo_exchange(x if at_root else x[:1], 2, check=True)

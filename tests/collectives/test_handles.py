@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch.autograd import forward_ad
 
 from gradwire import collectives as C
@@ -42,67 +43,72 @@ def waited(op, x):
     return torch.cat([y.reshape(-1) for y in out]) if isinstance(out, tuple) else out
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_batched_cotangents_and_cotangents_with_tangents(name):
-    def main():
-        x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-        y = waited(OPS[name], x)
-        cotangents = torch.randn(3, *y.shape, dtype=torch.float64, requires_grad=True)
-
-        def pulled(cotangent, **options):
-            options |= {"retain_graph": True, "create_graph": True}
-            return torch.autograd.grad(y, x, cotangent, **options)[0]
-
-        loop = torch.stack([pulled(c) for c in cotangents])
-        batched = pulled(cotangents, is_grads_batched=True)
-        torch.testing.assert_close(batched, loop)
-        torch.testing.assert_close(
-            *(torch.autograd.grad(total.square().sum(), cotangents)[0] for total in (batched, loop))
-        )
-        torch.testing.assert_close(torch.func.vmap(pulled)(cotangents), loop)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(cotangents[0].detach(), cotangents[1].detach())
-            torch.testing.assert_close(forward_ad.unpack_dual(pulled(dual)).tangent, loop[1])
-        return C.all_reduce(torch.ones(1)).item()  # the group still works
-
-    assert run_ranks(main, 2, timeout=30) == [2.0, 2.0]
+def each(check):
+    """Call a function with the name of every op; say which one failed."""
+    for name in OPS:
+        torch.manual_seed(dist.get_rank())
+        try:
+            check(OPS[name])
+        except Exception as error:
+            raise AssertionError(name) from error
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_a_tangent_is_refused_before_anything_is_sent(name):
-    def main():
-        x = torch.ones(2, 2)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, x)
-            with pytest.raises(NotSupportedError, match="with a tangent: use async_op=False"):
-                OPS[name](dual, async_op=True)
-            without = waited(OPS[name], x)
-        return torch.equal(without, waited(OPS[name], x))
+def derivatives_of_cotangents(op):
+    """Of batched cotangents, and of those with tangents."""
+    x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    y = waited(op, x)
+    cotangents = torch.randn(3, *y.shape, dtype=torch.float64, requires_grad=True)
 
-    assert run_ranks(main, 2, timeout=30) == [True, True]
+    def pulled(cotangent, **options):
+        options |= {"retain_graph": True, "create_graph": True}
+        return torch.autograd.grad(y, x, cotangent, **options)[0]
+
+    loop = torch.stack([pulled(c) for c in cotangents])
+    batched = pulled(cotangents, is_grads_batched=True)
+    torch.testing.assert_close(batched, loop)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(total.square().sum(), cotangents)[0] for total in (batched, loop))
+    )
+    torch.testing.assert_close(torch.func.vmap(pulled)(cotangents), loop)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(cotangents[0].detach(), cotangents[1].detach())
+        torch.testing.assert_close(forward_ad.unpack_dual(pulled(dual)).tangent, loop[1])
+    assert C.all_reduce(torch.ones(1)).item() == 2  # the group still works
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_handles_give_the_synchronous_result(name):
-    def main():
-        results = []
-        for options in ({}, {"async_op": True}):
-            torch.manual_seed(dist.get_rank())
-            x = torch.randn(2, 2, requires_grad=True)
-            out = OPS[name](x, **options)
-            out = out.wait() if options else out
-            outs = out if isinstance(out, tuple) else (out,)
-            total = sum((y**3).sum() for y in outs)
-            (first,) = torch.autograd.grad(total, x, create_graph=True)
-            (second,) = torch.autograd.grad(first.sum(), x)
-            without = OPS[name](x.detach(), **options)
-            plain = without.wait() if options else without
-            results.append(
-                ([y.tolist() for y in outs], first.tolist(), second.tolist(), len(plain))
-            )
-        return results[0] == results[1]
+def refuses_a_tangent(op):
+    """Before anything is sent."""
+    x = torch.ones(2, 2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(NotSupportedError, match="with a tangent: use async_op=False"):
+            op(dual, async_op=True)
+        without = waited(op, x)
+    assert torch.equal(without, waited(op, x))
 
-    assert run_ranks(main, 2) == [True, True]
+
+def gives_the_synchronous_result(op):
+    results = []
+    for options in ({}, {"async_op": True}):
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(2, 2, requires_grad=True)
+        out = op(x, **options)
+        out = out.wait() if options else out
+        outs = out if isinstance(out, tuple) else (out,)
+        total = sum((y**3).sum() for y in outs)
+        (first,) = torch.autograd.grad(total, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        without = op(x.detach(), **options)
+        plain = without.wait() if options else without
+        results.append(([y.tolist() for y in outs], first.tolist(), second.tolist(), len(plain)))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "check", [derivatives_of_cotangents, refuses_a_tangent, gives_the_synchronous_result]
+)
+def test_every_op_with_a_handle(check):
+    run_ranks(lambda: each(check), 2, timeout=60)
 
 
 def test_both_passes_overlap_with_computation():
@@ -135,59 +141,51 @@ def test_both_passes_overlap_with_computation():
     assert run_ranks(main, 2) == [(events * 2, [4.0, 4.0], [4.0, 4.0])] * 2
 
 
+@on_ranks(2)
 def test_several_at_once_in_any_order_of_waiting():
-    def main():
-        x = torch.ones(2, requires_grad=True)
-        handles = [C.all_reduce(x * i, async_op=True) for i in range(4)]
-        sum(h.wait().sum() for h in handles).backward()
-        again = handles[0].wait() is handles[0].wait()
-        return again, x.grad.tolist()
-
-    assert run_ranks(main, 2) == [(True, [12.0, 12.0])] * 2
+    x = torch.ones(2, requires_grad=True)
+    handles = [C.all_reduce(x * i, async_op=True) for i in range(4)]
+    sum(h.wait().sum() for h in handles).backward()
+    again = handles[0].wait() is handles[0].wait()
+    assert (again, x.grad.tolist()) == (True, [12.0, 12.0])
 
 
+@on_ranks(2)
 def test_a_dropped_handle_warns():
-    def main():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            C.all_gather(torch.ones(1), async_op=True)
-            gc.collect()
-        dist.barrier()
-        return [str(w.message).partition(":")[0] for w in caught]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        C.all_gather(torch.ones(1), async_op=True)
+        gc.collect()
+    dist.barrier()
+    assert [str(w.message).partition(":")[0] for w in caught] == [
+        "a handle of all_gather was dropped without wait()"
+    ]
 
-    assert run_ranks(main, 2) == [["a handle of all_gather was dropped without wait()"]] * 2
 
-
+@on_ranks(1)
 def test_handles_are_refused_inside_transforms():
-    def main():
-        with pytest.raises(NotSupportedError, match="async_op"):
-            torch.func.grad(lambda x: C.all_reduce(x, async_op=True).wait().sum())(torch.ones(1))
-
-    run_ranks(main, 1)
+    with pytest.raises(NotSupportedError, match="async_op"):
+        torch.func.grad(lambda x: C.all_reduce(x, async_op=True).wait().sum())(torch.ones(1))
 
 
+@on_ranks(2)
 def test_backwards_of_handles_are_compared_too():
-    def main():
-        x = torch.ones(1, requires_grad=True)
-        with C.checks():
-            ys = [C.all_reduce(x * i, async_op=True).wait() for i in (1, 2)]
-            if dist.get_rank():
-                ys.reverse()
-            with pytest.raises(MismatchError, match="order of backward"):
-                ys[0].sum().backward()
-
-    run_ranks(main, 2)
+    x = torch.ones(1, requires_grad=True)
+    with C.checks():
+        ys = [C.all_reduce(x * i, async_op=True).wait() for i in (1, 2)]
+        if dist.get_rank():
+            ys.reverse()
+        with pytest.raises(MismatchError, match="order of backward"):
+            ys[0].sum().backward()
 
 
+@on_ranks(2)
 def test_a_handle_that_was_handed_on_or_failed_may_be_waited_for_again():
-    def main():
-        first = C.all_reduce(torch.ones(2), async_op=True)
-        second = first.then(lambda y: y + 1)
-        failing = first.then(lambda y: y.view(3))
-        for _ in range(2):
-            assert second.wait().tolist() == [3.0, 3.0]
-            assert first.wait().tolist() == [2.0, 2.0]
-            with pytest.raises(RuntimeError, match="invalid for input of size 2"):
-                failing.wait()
-
-    run_ranks(main, 2)
+    first = C.all_reduce(torch.ones(2), async_op=True)
+    second = first.then(lambda y: y + 1)
+    failing = first.then(lambda y: y.view(3))
+    for _ in range(2):
+        assert second.wait().tolist() == [3.0, 3.0]
+        assert first.wait().tolist() == [2.0, 2.0]
+        with pytest.raises(RuntimeError, match="invalid for input of size 2"):
+            failing.wait()

@@ -8,17 +8,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 
 from gradwire.collectives import all_gather, all_reduce, all_to_all, broadcast, checks, gather
 from gradwire.errors import MismatchError
-from gradwire.testing import run_ranks
 
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm"])
 SOON_S = 10.0
 
 
-def nothing_sent():
-    """A backward without communication on one rank leaves no mark for the next operation."""
+@pytest.mark.usefixtures("each_backend")
+@on_ranks(2, timeout=30)
+def test_a_backward_that_sends_nothing_leaves_no_mark():
+    """One without communication on one rank, before the next operation."""
     x = torch.ones(2, requires_grad=True)
     y = all_reduce(x, invariant=True)
     if dist.get_rank() == 0:
@@ -26,73 +27,49 @@ def nothing_sent():
     z = torch.ones(3)
     dist.all_reduce(z)
     dist.barrier()
-    return z.tolist()
+    assert z.tolist() == [2.0] * 3
 
 
-@BACKENDS
-def test_a_backward_that_sends_nothing_leaves_no_mark(backend):
-    assert run_ranks(nothing_sent, 2, backend=backend, timeout=30) == [[2.0] * 3] * 2
-
-
-def beside_torch():
+@pytest.mark.usefixtures("each_backend")
+@on_ranks(2, timeout=30)
+def test_a_marked_call_beside_torch_s_own_works():
     x = torch.ones(3) * (1 + dist.get_rank())
     if dist.get_rank() == 0:
         x = all_reduce(x)
     else:
         dist.all_reduce(x)
-    return x.tolist()
+    assert x.tolist() == [3.0] * 3
 
 
-@BACKENDS
-def test_a_marked_call_beside_torch_s_own_works(backend):
-    assert run_ranks(beside_torch, 2, backend=backend, timeout=30) == [[3.0] * 3] * 2
-
-
-def beside_a_barrier(marked):
-    started, x = time.monotonic(), torch.ones(3)
-    other = (lambda: broadcast(x, 0)) if marked else dist.barrier
-    with pytest.raises(MismatchError, match="all_reduce"):
-        (other if dist.get_rank() else lambda: all_reduce(x))()
-    assert time.monotonic() - started < SOON_S
-    dist.all_reduce(x)  # in step again
-    return x.tolist()
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_another_call_beside_a_marked_one_is_an_error_on_all(marked):
-    assert (
-        run_ranks(beside_a_barrier, 2, backend="shm", timeout=30, args=(marked,)) == [[2.0] * 3] * 2
-    )
-
-
-def backward_beside_forward():
+@on_ranks(2, backend="shm", timeout=30)
+def test_another_call_beside_a_marked_one_is_an_error_on_all():
     x = torch.ones(3, requires_grad=True)
     y = all_reduce(x)
-    started = time.monotonic()
-    with pytest.raises(MismatchError):
-        (y.sum().backward if dist.get_rank() == 0 else lambda: all_reduce(torch.ones(3)))()
-    assert time.monotonic() - started < SOON_S
-    dist.barrier()
+    for first, other in (
+        (lambda: all_reduce(x), dist.barrier),
+        (lambda: all_reduce(x), lambda: broadcast(x, 0)),
+        (y.sum().backward, lambda: all_reduce(torch.ones(3))),
+    ):
+        started = time.monotonic()
+        with pytest.raises(MismatchError, match="all_reduce"):
+            (other if dist.get_rank() else first)()
+        assert time.monotonic() - started < SOON_S
+        z = torch.ones(3)
+        dist.all_reduce(z)  # in step again
+        assert z.tolist() == [2.0] * 3
 
 
-def test_a_backward_beside_a_forward_is_an_error_on_all():
-    run_ranks(backward_beside_forward, 2, backend="shm", timeout=30)
-
-
-def wanted_on_one(async_op):
-    x = torch.ones(2, requires_grad=dist.get_rank() == 1)
-    first, second = (all_reduce(x * n, async_op=async_op) for n in (1, 2))
-    if async_op:
-        first, second = first.wait(), second.wait()
-    assert first.requires_grad
-    (first + second).sum().backward()
-    return None if x.grad is None else x.grad.tolist()
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_a_gradient_that_one_rank_wants(async_op):
-    results = run_ranks(wanted_on_one, 2, backend="shm", timeout=30, args=(async_op,))
-    assert results == [None, [6.0, 6.0]]
+@on_ranks(2, backend="shm", timeout=30)
+def test_a_gradient_that_one_rank_wants():
+    for async_op in (False, True):
+        x = torch.ones(2, requires_grad=dist.get_rank() == 1)
+        first, second = (all_reduce(x * n, async_op=async_op) for n in (1, 2))
+        if async_op:
+            first, second = first.wait(), second.wait()
+        assert first.requires_grad
+        (first + second).sum().backward()
+        assert x.grad is None or x.grad.tolist() == [6.0, 6.0]
+        assert (x.grad is None) == (dist.get_rank() == 0)
 
 
 UNEVEN = {
@@ -121,12 +98,10 @@ def cubes(call, on_one, check):
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("name", UNEVEN)
+@on_ranks(2, backend="shm", timeout=30)
 def test_a_gradient_that_one_rank_wants_of(name, check):
-    def main():
-        mine, full = (cubes(UNEVEN[name], on_one, check) for on_one in (True, False))
-        if dist.get_rank() == 1:
-            torch.testing.assert_close(mine, full)
-        else:
-            assert mine is None
-
-    run_ranks(main, 2, backend="shm", timeout=30)
+    mine, full = (cubes(UNEVEN[name], on_one, check) for on_one in (True, False))
+    if dist.get_rank() == 1:
+        torch.testing.assert_close(mine, full)
+    else:
+        assert mine is None

@@ -9,6 +9,7 @@ from enum import Enum
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch.utils import _pytree
 
 from gradwire import collectives as C
@@ -18,6 +19,7 @@ from gradwire.testing import gradcheck, run_ranks
 pytestmark = pytest.mark.usefixtures("each_backend")
 
 
+@on_ranks(2)
 def test_messages_both_ways_have_all_derivatives():
     def ping_pong(x):
         """Rank 0 sends x², gets back its product with rank 1's x, and so on.
@@ -34,54 +36,45 @@ def test_messages_both_ways_have_all_derivatives():
         z, token = C.recv(torch.empty(2, dtype=x.dtype), 0, token=token)
         return C.tie(z * z * x, token)
 
-    def main():
-        x = torch.randn(2, dtype=torch.float64, requires_grad=True)
-        return gradcheck(ping_pong, x)
-
-    assert run_ranks(main, 2) == [True, True]
+    x = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(ping_pong, x)
 
 
+@on_ranks(3)
 def test_send_recv_has_all_derivatives():
-    def main():
-        rank = dist.get_rank()
-        x = torch.randn(2, dtype=torch.float64, requires_grad=True)
-        chain = {"dst": rank + 1 if rank < 2 else None, "src": rank - 1 if rank else None}
-        return gradcheck(lambda x: C.send_recv(x * x, **chain), x)
-
-    assert run_ranks(main, 3) == [True] * 3
+    rank = dist.get_rank()
+    x = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    chain = {"dst": rank + 1 if rank < 2 else None, "src": rank - 1 if rank else None}
+    assert gradcheck(lambda x: C.send_recv(x * x, **chain), x)
 
 
+@on_ranks(1)
 def test_messages_to_oneself_and_to_nobody_are_refused():
-    def main():
-        x = torch.ones(1)
-        for move in (C.send, C.recv):
-            with pytest.raises(ArgumentError, match="this rank itself"):
-                move(x, 0)
-            with pytest.raises(ArgumentError, match="no root"):
-                move(x)
-        with pytest.raises(ArgumentError, match="global rank 5"):
-            C.send_recv(x, 5)
-
-    run_ranks(main, 1)
+    x = torch.ones(1)
+    for move in (C.send, C.recv):
+        with pytest.raises(ArgumentError, match="this rank itself"):
+            move(x, 0)
+        with pytest.raises(ArgumentError, match="no root"):
+            move(x)
+    with pytest.raises(ArgumentError, match="global rank 5"):
+        C.send_recv(x, 5)
 
 
 @pytest.mark.parametrize("wrap", [False, True])
+@on_ranks(3)
 def test_halos_of_uneven_slabs(wrap):
-    def main():
-        rank = dist.get_rank()
-        rows = rank + 2  # at least the widths
-        whole = torch.arange(9.0)  # slabs of 2, 3 and 4
-        slab = whole.split([2, 3, 4])[rank]
-        padded = torch.cat([whole[-2:] * wrap, whole, whole[:1] * wrap])
-        begin = [0, 2, 5][rank]
-        want = padded[begin : begin + rows + 3]
-        assert C.halo_exchange(slab, (2, 1), wrap=wrap).tolist() == want.tolist()
-        x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
-        with pytest.raises(ArgumentError, match="widths is 5"):
-            C.halo_exchange(x, 5, 1)
-        return gradcheck(lambda x: C.halo_exchange(x, (1, 2), -1, wrap=wrap) ** 2, x)
-
-    assert run_ranks(main, 3) == [True] * 3
+    rank = dist.get_rank()
+    rows = rank + 2  # at least the widths
+    whole = torch.arange(9.0)  # slabs of 2, 3 and 4
+    slab = whole.split([2, 3, 4])[rank]
+    padded = torch.cat([whole[-2:] * wrap, whole, whole[:1] * wrap])
+    begin = [0, 2, 5][rank]
+    want = padded[begin : begin + rows + 3]
+    assert C.halo_exchange(slab, (2, 1), wrap=wrap).tolist() == want.tolist()
+    x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ArgumentError, match="widths is 5"):
+        C.halo_exchange(x, 5, 1)
+    assert gradcheck(lambda x: C.halo_exchange(x, (1, 2), -1, wrap=wrap) ** 2, x)
 
 
 def test_second_derivatives_through_a_halo_of_an_empty_slab():
@@ -113,44 +106,24 @@ def tree():
         (lambda t: C.reduce_scatter_coalesced(t), C.reduce_scatter),
     ],
 )
+@on_ranks(2)
 def test_coalesced_matches_each_leaf(coalesced, single):
-    def main():
-        given = tree()
-        result = coalesced(given)
-        flat = [*result["a"], *result["b"]]
-        assert isinstance(result["b"], tuple)
-        for have, x in zip(flat, [*given["a"], *given["b"]], strict=True):
-            assert torch.equal(have, single(x))
-            assert have.dtype == x.dtype
-            have.add_(1)  # each has memory of its own
-        leaf = given["a"][0]
-        flat[0].sum().backward()
-        twin = leaf.detach().clone().requires_grad_()
-        single(twin).sum().backward()
-        return torch.equal(leaf.grad, twin.grad)
-
-    assert run_ranks(main, 2) == [True, True]
+    given = tree()
+    result = coalesced(given)
+    flat = [*result["a"], *result["b"]]
+    assert isinstance(result["b"], tuple)
+    for have, x in zip(flat, [*given["a"], *given["b"]], strict=True):
+        assert torch.equal(have, single(x))
+        assert have.dtype == x.dtype
+        have.add_(1)  # each has memory of its own
+    leaf = given["a"][0]
+    flat[0].sum().backward()
+    twin = leaf.detach().clone().requires_grad_()
+    single(twin).sum().backward()
+    assert torch.equal(leaf.grad, twin.grad)
 
 
 COALESCED = (C.all_reduce_coalesced, C.all_gather_coalesced, C.reduce_scatter_coalesced)
-
-
-def test_dicts_in_different_order():
-    def main():
-        def filled(*keys):
-            return {key: (values[key], {"in": values[key] * 2}) for key in keys}
-
-        values = {"a": torch.ones(2), 3: torch.ones(2) * 10, "b": torch.ones(2).double() * 100}
-        mine = filled("a", 3, "b") if dist.get_rank() else filled("b", 3, "a")
-        for coalesced in COALESCED:
-            result, want = coalesced(mine), coalesced(filled("a", "b", 3))
-            assert list(result) == list(mine)
-            for key in mine:
-                assert torch.equal(result[key][0], want[key][0])
-                assert torch.equal(result[key][1]["in"], want[key][1]["in"])
-        return C.all_reduce_coalesced(mine)["a"][1]["in"].tolist()
-
-    assert run_ranks(main, 2) == [[4.0, 4.0]] * 2
 
 
 class Keyed(dict):
@@ -218,17 +191,15 @@ def test_dicts_in_different_order_inside_other_containers():
     assert run_ranks(main, 2, backend="shm", args=(True,)) == [True] * 2
 
 
+@on_ranks(2)
 def test_containers_without_keys_are_compared_by_context():
-    def main():
-        values = {"a": torch.ones(2), "b": torch.ones(2) * 10}
-        result = C.all_reduce_coalesced(Opaque(values), check=False)
-        for coalesced in COALESCED:
-            keys = ["a", "b"] if dist.get_rank() else ["b", "a"]
-            with pytest.raises(MismatchError, match=r"rank 0: .*'b', 'a'.*; rank 1: .*'a', 'b'"):
-                coalesced([Opaque({key: values[key] for key in keys})], check=False)
-        return result.held["b"].tolist()
-
-    assert run_ranks(main, 2) == [[20.0, 20.0]] * 2
+    values = {"a": torch.ones(2), "b": torch.ones(2) * 10}
+    result = C.all_reduce_coalesced(Opaque(values), check=False)
+    for coalesced in COALESCED:
+        keys = ["a", "b"] if dist.get_rank() else ["b", "a"]
+        with pytest.raises(MismatchError, match=r"rank 0: .*'b', 'a'.*; rank 1: .*'a', 'b'"):
+            coalesced([Opaque({key: values[key] for key in keys})], check=False)
+    assert result.held["b"].tolist() == [20.0, 20.0]
 
 
 def test_different_trees_of_equal_size_are_refused():
@@ -248,22 +219,6 @@ def test_different_trees_of_equal_size_are_refused():
 class Colour(Enum):
     RED = 1
     BLUE = 2
-
-
-class Plus(list):
-    """A list with one thing more."""
-
-    def __init__(self, items, more):
-        super().__init__(items)
-        self.more = more
-
-
-_pytree.register_pytree_node(
-    Plus,
-    lambda x: ([*x, x.more], None),
-    lambda leaves, _: Plus([*leaves][:-1], [*leaves][-1]),
-    serialized_type_name="test_messages_and_trees.Plus",
-)
 
 
 def test_keys_whose_text_or_order_depends_on_the_process():
@@ -288,14 +243,6 @@ def test_keys_whose_text_or_order_depends_on_the_process():
     assert run_ranks(main, 2, backend="shm", args=(None,)) == [True] * 2
 
 
-def test_a_list_subclass_with_its_own_flattening():
-    def main():
-        result = C.all_reduce_coalesced(Plus([torch.ones(1)], torch.ones(2)), check=True)
-        return result[0].tolist(), result.more.tolist()
-
-    assert run_ranks(main, 2) == [([2.0], [2.0, 2.0])] * 2
-
-
 def test_trees_with_dtypes_at_different_leaves_are_refused():
     def main(check):
         x, n = torch.ones(2), torch.ones(2, dtype=torch.int64)
@@ -315,15 +262,13 @@ def test_trees_with_dtypes_at_different_leaves_are_refused():
     assert run_ranks(main, 2, backend="shm", args=(None,)) == [True] * 2
 
 
+@on_ranks(2)
 def test_leaves_without_a_cotangent_have_zeros():
-    def main():
-        xs = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
-        C.all_reduce_coalesced(xs)[1].sum().backward()
-        with pytest.raises(ArgumentTypeError, match="leaf 1"):
-            C.all_reduce_coalesced([xs[0], 3])
-        return [x.grad.tolist() for x in xs]
-
-    assert run_ranks(main, 2) == [[[0.0] * 2, [2.0] * 3]] * 2
+    xs = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    C.all_reduce_coalesced(xs)[1].sum().backward()
+    with pytest.raises(ArgumentTypeError, match="leaf 1"):
+        C.all_reduce_coalesced([xs[0], 3])
+    assert [x.grad.tolist() for x in xs] == [[0.0] * 2, [2.0] * 3]
 
 
 def test_objects_and_a_barrier_with_an_edge():

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 
 from gradwire import collectives as C
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -34,16 +35,14 @@ def refused(call, kind, message):
         raise AssertionError(f"{failure}: {message}") from None
 
 
+@on_ranks(2)
 def test_what_is_no_tensor_and_sparse_tensors():
-    def main():
-        for name, op in OPS.items():
-            if "_to_" not in name and "_sc" not in name:
-                refused(lambda op=op: op(1.0), ArgumentTypeError, "x is a float: give a tensor")
-            sparse = torch.eye(2).to_sparse()
-            message = r"layout torch.sparse_coo: give dense"
-            refused(lambda op=op, x=sparse: op(x), ArgumentError, message)
-
-    run_ranks(main)
+    for name, op in OPS.items():
+        if "_to_" not in name and "_sc" not in name:
+            refused(lambda op=op: op(1.0), ArgumentTypeError, "x is a float: give a tensor")
+        sparse = torch.eye(2).to_sparse()
+        message = r"layout torch.sparse_coo: give dense"
+        refused(lambda op=op, x=sparse: op(x), ArgumentError, message)
 
 
 REDUCTIONS = OPS | {
@@ -74,14 +73,12 @@ def test_dtypes_that_cannot_be_reduced(dtype, backend):
     run_ranks(main, backend=backend, timeout=30)
 
 
+@on_ranks(2, timeout=30)
 def test_cotangents_of_a_dtype_that_cannot_be_reduced():
-    def main():
-        for move in (C.all_gather, lambda x: C.broadcast(x, 0)):
-            x = torch.ones(1).to(torch.float8_e4m3fn).requires_grad_()
-            with pytest.raises(ArgumentError, match=r"op is sum, .*float8_e4m3fn: .* convert"):
-                move(x).float().sum().backward()
-
-    run_ranks(main, timeout=30)
+    for move in (C.all_gather, lambda x: C.broadcast(x, 0)):
+        x = torch.ones(1).to(torch.float8_e4m3fn).requires_grad_()
+        with pytest.raises(ArgumentError, match=r"op is sum, .*float8_e4m3fn: .* convert"):
+            move(x).float().sum().backward()
 
 
 def test_what_can_be_reduced_of_narrow_dtypes():
@@ -101,15 +98,13 @@ def test_what_can_be_reduced_of_narrow_dtypes():
     assert rank_1 == ([3], [2 + 4j, 6j], [6j])
 
 
+@on_ranks(2)
 def test_the_environment_s_word_for_checks():
-    def main():
-        os.environ["GRADWIRE_CHECKS"] = "yes"
-        with pytest.raises(ArgumentError, match="GRADWIRE_CHECKS is 'yes': give 0 or 1"):
-            C.all_reduce(torch.ones(1))
-        os.environ["GRADWIRE_CHECKS"] = "1"
+    os.environ["GRADWIRE_CHECKS"] = "yes"
+    with pytest.raises(ArgumentError, match="GRADWIRE_CHECKS is 'yes': give 0 or 1"):
         C.all_reduce(torch.ones(1))
-
-    run_ranks(main)
+    os.environ["GRADWIRE_CHECKS"] = "1"
+    C.all_reduce(torch.ones(1))
 
 
 EYE = torch.eye(4)
@@ -132,12 +127,10 @@ UNLIKE = [
 
 
 @pytest.mark.parametrize("name", LISTS)
+@on_ranks(2)
 def test_lists_whose_tensors_are_not_alike(name):
-    def main():
-        for xs, kind, message in UNLIKE:
-            refused(lambda xs=xs: LISTS[name](xs), kind, message)
-
-    run_ranks(main)
+    for xs, kind, message in UNLIKE:
+        refused(lambda xs=xs: LISTS[name](xs), kind, message)
 
 
 WRONG = [
@@ -194,26 +187,22 @@ WRONG = [
 ]
 
 
+@on_ranks(1)
 def test_wrong_arguments():
-    def main():
-        for call, kind, message in WRONG:
-            refused(call, kind, message)
-
-    run_ranks(main, 1)
+    for call, kind, message in WRONG:
+        refused(call, kind, message)
 
 
+@on_ranks(2)
 def test_a_receiver_s_sizes_are_those_of_like():
-    def main():
-        like = torch.empty(2)
-        if dist.get_rank():
-            with pytest.raises(ArgumentError, match=r"sizes is \[1, 3\]: .* has size 2"):
-                C.scatter(None, 0, sizes=[1, 3], like=like)
-            with pytest.raises(ArgumentError, match=r"sizes is \[2\]: give one size"):
-                C.scatter(None, 0, sizes=[2], like=like)
-            with pytest.raises(ArgumentTypeError, match="like is a tuple"):
-                C.scatter(None, 0, like=(2,))
-
-    run_ranks(main)
+    like = torch.empty(2)
+    if dist.get_rank():
+        with pytest.raises(ArgumentError, match=r"sizes is \[1, 3\]: .* has size 2"):
+            C.scatter(None, 0, sizes=[1, 3], like=like)
+        with pytest.raises(ArgumentError, match=r"sizes is \[2\]: give one size"):
+            C.scatter(None, 0, sizes=[2], like=like)
+        with pytest.raises(ArgumentTypeError, match="like is a tuple"):
+            C.scatter(None, 0, like=(2,))
 
 
 @pytest.mark.parametrize(
@@ -261,16 +250,14 @@ def test_what_a_broadcast_s_root_cannot_send_is_an_error_on_all(x, kind, message
     assert run_ranks(main, backend=backend, timeout=30) == [EYE.shape] * 2
 
 
+@on_ranks(2)
 def test_sizes_that_do_not_divide():
-    def main():
-        for op in (C.reduce_scatter, C.all_to_all, lambda x: C.scatter(x, 0)):
-            with pytest.raises(ArgumentError, match="number of ranks, 2: give the sizes"):
-                op(torch.ones(3))
-        other = 1 - dist.get_rank()
-        with pytest.raises(ArgumentError, match="check=True on every rank"):
-            C.broadcast((3,), other, check=False)
-
-    run_ranks(main, 2)
+    for op in (C.reduce_scatter, C.all_to_all, lambda x: C.scatter(x, 0)):
+        with pytest.raises(ArgumentError, match="number of ranks, 2: give the sizes"):
+            op(torch.ones(3))
+    other = 1 - dist.get_rank()
+    with pytest.raises(ArgumentError, match="check=True on every rank"):
+        C.broadcast((3,), other, check=False)
 
 
 def test_without_a_default_group():

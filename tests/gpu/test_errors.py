@@ -8,11 +8,10 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gpu.common import DEVICE, EXACT, WORLDS, batch, network, run, train, twin_of
+from gpu.common import EXACT, WORLDS, batch, network, run, train, twin_of
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentError, MismatchError, PeerFailedError, PeerLostError
+from gradwire.errors import PeerFailedError, PeerLostError
 
 
 class Trap(torch.autograd.Function):
@@ -64,15 +63,6 @@ def test_a_rank_dies_in_backward(ranks):
     assert run(main, ranks, may_die=[ranks - 1], timeout=50) == [True] * (ranks - 1) + [None]
 
 
-def test_models_that_differ():
-    def main():
-        module = nn.Linear(2, 2 + dist.get_rank()).to(DEVICE)
-        with pytest.raises(MismatchError, match="weight"):
-            DistributedDataParallel(module)
-
-    run(main, 2)
-
-
 @pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
 def test_a_parameter_without_a_gradient(ranks, backend):
     def main():
@@ -84,13 +74,3 @@ def test_a_parameter_without_a_gradient(ranks, backend):
         train(net, twin_of(net), steps=2)
 
     run(main, ranks, backend)
-
-
-def test_a_converted_module():
-    def main():
-        net = DistributedDataParallel(network(), broadcast_buffers=False)
-        net.module.double()
-        with pytest.raises(ArgumentError, match="converted"):
-            net(batch().double()).sum().backward()
-
-    run(main, 1, WORLDS[0][1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -331,23 +330,6 @@ def test_sync_batch_norm():
         run(main, ranks, backend)
 
 
-def test_compiled():
-    """PyTorch's compiler splits the graph at the wrapper, as it does for its class."""
-
-    def main():
-        net = DistributedDataParallel(network(), broadcast_buffers=False)
-        twin = twin_of(net)
-        compiled = torch.compile(net, backend="aot_eager")
-        for number in range(3):
-            for module in (compiled, twin):
-                module.zero_grad()
-                module(batch(number)).square().mean().backward()
-            average(twin)
-            assert_same(net, twin, tolerance=1e-4)
-
-    run(main, 2, timeout=110)
-
-
 def peak_of(wrap):
     """Return the device's peak memory in steps of a wrapper, above that before it."""
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).to(DEVICE)
@@ -373,19 +355,6 @@ def test_memory_is_not_above_that_of_torchs_class():
 
     for name, (ours, theirs) in run(main, 1, ONE)[0].items():
         assert ours <= 1.02 * theirs, f"{name}: {ours / 1e6:.1f} MB beside {theirs / 1e6:.1f}"
-
-
-def test_the_wrapper_is_copied_and_saved():
-    def main():
-        net = DistributedDataParallel(network())
-        train(net, twin_of(net), steps=2)
-        again = copy.deepcopy(net)
-        train(again, twin_of(again), steps=2)
-        with contextlib.suppress(KeyError):
-            del net
-        train(again, twin_of(again), steps=1)
-
-    run(main, 2)
 
 
 def test_members_of_an_elastic_run():
