@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
+from ddp.common import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire.hooks
 from gradwire import compat
-from gradwire.compat import replacements
-from gradwire.compat.ddp import TABLE, DistributedDataParallel
+from gradwire.compat.ddp import DistributedDataParallel
 from gradwire.ddp import DistributedDataParallel as Ours
 from gradwire.errors import ArgumentError, BoundEarlyWarning, HookError, ReductionError
 from gradwire.testing import run_ranks
@@ -30,71 +28,10 @@ from gradwire.testing import run_ranks
 THEIRS = nn.parallel.DistributedDataParallel
 
 
-def of(entry: replacements.Replacement) -> Any:
-    return getattr(importlib.import_module(entry.modules[0]), entry.name)
-
-
-ORIGINALS = {entry.name: of(entry) for entry in TABLE}
-
-
 @pytest.fixture
 def installed() -> Iterator[None]:
     with compat.installed():
         yield
-
-
-def modules_holding(value: object) -> set[tuple[str, str]]:
-    """Modules of torch that hold an object, under any name."""
-    return {
-        (m, name)
-        for m, module in list(sys.modules.items())
-        if m.split(".")[0] == "torch"
-        for name, held in list(vars(module).items())
-        if held is value
-    }
-
-
-# -- where they go ---------------------------------------------------------------------------
-
-
-def test_all_modules_are_replaced_and_restored() -> None:
-    import torch.distributed._composable.replicate  # holds the class for its own use
-    import torch.distributed.checkpoint.state_dict  # noqa: F401  holds it under another name
-
-    before = {name: modules_holding(value) for name, value in ORIGINALS.items()}
-    assert len(before["DistributedDataParallel"]) >= 4
-    with compat.installed():
-        for entry in TABLE:
-            assert not modules_holding(ORIGINALS[entry.name])
-            assert of(entry) is entry.value
-    for name, value in ORIGINALS.items():
-        assert modules_holding(value) == before[name]
-
-
-def test_modules_imported_while_installed_are_restored() -> None:
-    name = "torch.distributed._composable.replicate"
-    sys.modules.pop(name, None)
-    with compat.installed():
-        module = importlib.import_module(name)
-        assert module.DistributedDataParallel is DistributedDataParallel
-    assert module.DistributedDataParallel is THEIRS
-
-
-@pytest.mark.parametrize("entry", TABLE, ids=lambda e: e.name)
-def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
-    theirs = ORIGINALS[entry.name]
-    if inspect.isbuiltin(theirs):  # C++: the signature is in the docstring
-        names = list(inspect.signature(entry.value).parameters)  # type: ignore[arg-type]
-        signature = theirs.__doc__.split("->")[0]
-        positions = [signature.index(f"{name}: ") for name in names]
-        assert positions == sorted(positions)
-        assert signature.count(": ") >= len(names)
-        return
-    found = inspect.signature(entry.value).parameters.values()  # type: ignore[arg-type]
-    given = inspect.signature(theirs).parameters.values()
-    assert [(p.name, p.kind, p.default) for p in found] == [
-        (p.name, p.kind, p.default) for p in given
-    ]
 
 
 def test_class_has_the_methods_that_scripts_call() -> None:
@@ -118,15 +55,11 @@ def interleaved() -> list[torch.Tensor]:
 
 
 CASES: dict[str, tuple[tuple[Any, ...], list[list[int]], list[int]]] = {
-    "each reaches the limit": ((tensors(100, 200, 50), [200]), [[0], [1], [2]], [200] * 3),
-    "the last one repeats": ((tensors(10, 10, 10, 10), [40, 80]), [[0], [1, 2], [3]], [40, 80, 80]),
-    "dtypes apart, one limit": ((interleaved(), [400]), [[0, 2, 4], [1, 3, 5]], [400, 400]),
     "limits go on by dtype": (
         (interleaved(), [16, 8]),
         [[0, 2], [1], [3], [4], [5]],
         [16, 16, 8, 8, 8],
     ),
-    "empty tensors": ((tensors(0, 0), [10]), [[0, 1]], [10]),
     "a sparse one alone": (
         (tensors(2, 2, 2), [1000], [False, True, False]),
         [[0, 2], [1]],
@@ -201,25 +134,23 @@ def test_a_limit_of_0_gives_one_tensor_per_bucket() -> None:
         assert dist._compute_bucket_assignment_by_size(*args) == want
 
 
+@on_ranks(1, backend="gloo")
 def test_broadcast_coalesced_refuses_what_pytorch_refuses() -> None:
-    def main() -> None:
-        group, x = dist.group.WORLD, torch.ones(3)
-        refused: list[tuple[Any, type[Exception]]] = [
-            ((group, [], 10), RuntimeError),
-            ((group, [x], 10, 1), RuntimeError),
-            ((group, [x.reshape(1, 3).to_sparse()], 10), RuntimeError),
-            ((group, [x], -1), TypeError),
-            ((group, [x], 1.5), TypeError),
-            ((group, x, 10), TypeError),
-        ]
-        for installed in (False, True):
-            with compat.installed() if installed else nullcontext():
-                for args, kind in refused:
-                    with pytest.raises(kind):
-                        dist._broadcast_coalesced(*args)
-                dist._broadcast_coalesced(group, [x], 0)
-
-    run_ranks(main, 1, backend="gloo")
+    group, x = dist.group.WORLD, torch.ones(3)
+    refused: list[tuple[Any, type[Exception]]] = [
+        ((group, [], 10), RuntimeError),
+        ((group, [x], 10, 1), RuntimeError),
+        ((group, [x.reshape(1, 3).to_sparse()], 10), RuntimeError),
+        ((group, [x], -1), TypeError),
+        ((group, [x], 1.5), TypeError),
+        ((group, x, 10), TypeError),
+    ]
+    for installed in (False, True):
+        with compat.installed() if installed else nullcontext():
+            for args, kind in refused:
+                with pytest.raises(kind):
+                    dist._broadcast_coalesced(*args)
+            dist._broadcast_coalesced(group, [x], 0)
 
 
 def test_broadcast_coalesced_takes_a_rank_of_the_group() -> None:
@@ -286,33 +217,31 @@ def test_hooks_by_pytorchs_registration() -> None:
 # -- the class -------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def test_names_of_the_class() -> None:
-    def main() -> None:
-        with compat.installed():
-            net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-            wrapper = nn.parallel.DistributedDataParallel
-            wrapper._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
-            model = wrapper(net, bucket_cap_mb=2)
-            assert isinstance(model, Ours)
-            assert model.device_ids is None
-            assert model.device_type == "cpu"
-            assert model.bucket_bytes_cap == 2 << 20
-            assert model.will_sync_module_buffers()
-            assert len(model.modules_buffers) == 3
-            named = dict(wrapper._get_data_parallel_params(net, named_params=True))
-            assert "0.weight" in named
-            assert "0.bias" not in named
-            model._set_static_graph()
-            model(torch.randn(4, 2)).sum().backward()
-            data = model._get_ddp_logging_data()
-            assert data["world_size"] == 2
-            assert data["num_parameter_tensors"] == 3
-            assert data["static_graph"] == 1
-            assert "error" not in data
-            copied = copy.deepcopy(model)  # as after `refit` and `_set_static_graph`
-            assert all(m.reducer.reword is not None for m in (model, copied))
-
-    run_ranks(main, 2)
+    with compat.installed():
+        net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        wrapper = nn.parallel.DistributedDataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
+        model = wrapper(net, bucket_cap_mb=2)
+        assert isinstance(model, Ours)
+        assert model.device_ids is None
+        assert model.device_type == "cpu"
+        assert model.bucket_bytes_cap == 2 << 20
+        assert model.will_sync_module_buffers()
+        assert len(model.modules_buffers) == 3
+        named = dict(wrapper._get_data_parallel_params(net, named_params=True))
+        assert "0.weight" in named
+        assert "0.bias" not in named
+        model._set_static_graph()
+        model(torch.randn(4, 2)).sum().backward()
+        data = model._get_ddp_logging_data()
+        assert data["world_size"] == 2
+        assert data["num_parameter_tensors"] == 3
+        assert data["static_graph"] == 1
+        assert "error" not in data
+        copied = copy.deepcopy(model)  # as after `refit` and `_set_static_graph`
+        assert all(m.reducer.reword is not None for m in (model, copied))
 
 
 def test_authoritative_rank_after_join() -> None:
@@ -329,6 +258,7 @@ def test_authoritative_rank_after_join() -> None:
     assert run_ranks(main, 2) == [(-1, 1, 1)] * 2
 
 
+@on_ranks(2)
 def test_errors_have_pytorchs_classes_and_phrases() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -338,50 +268,45 @@ def test_errors_have_pytorchs_classes_and_phrases() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(x)
 
-    def main() -> None:
-        with compat.installed():
-            wrapper = nn.parallel.DistributedDataParallel
-            with pytest.raises(RuntimeError, match="no parameter that requires a gradient"):
-                wrapper(nn.ReLU())
-            model = wrapper(Half())
-            with pytest.raises(TypeError, match="must be callable"):
-                model.register_comm_hook(None, 3)
-            model(torch.ones(1, 2)).sum().backward()
-            with pytest.raises(ReductionError, match=r"unused\.weight") as caught:
-                model(torch.ones(1, 2))
-            assert "Expected to have finished reduction in the prior iteration" in str(caught.value)
-            assert f"did not receive grad for rank {dist.get_rank()}: 1)" in str(caught.value)
-            assert model._get_ddp_logging_data()["error"] == str(caught.value)
-
-    run_ranks(main, 2)
+    with compat.installed():
+        wrapper = nn.parallel.DistributedDataParallel
+        with pytest.raises(RuntimeError, match="no parameter that requires a gradient"):
+            wrapper(nn.ReLU())
+        model = wrapper(Half())
+        with pytest.raises(TypeError, match="must be callable"):
+            model.register_comm_hook(None, 3)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ReductionError, match=r"unused\.weight") as caught:
+            model(torch.ones(1, 2))
+        assert "Expected to have finished reduction in the prior iteration" in str(caught.value)
+        assert f"did not receive grad for rank {dist.get_rank()}: 1)" in str(caught.value)
+        assert model._get_ddp_logging_data()["error"] == str(caught.value)
 
 
+@on_ranks(2)
 def test_hook_exceptions_keep_their_class() -> None:
     class Own(Exception):
         def __init__(self, code: int, text: str) -> None:
             super().__init__(code, text)
             self.code = code
 
-    def main() -> None:
-        for raised in (KeyError("left"), OSError(5, "disk"), Own(3, "own"), TypeError("peer")):
+    for raised in (KeyError("left"), OSError(5, "disk"), Own(3, "own"), TypeError("peer")):
 
-            def hook(state: Any, bucket: Any) -> Any:
-                raise raised  # noqa: B023
+        def hook(state: Any, bucket: Any) -> Any:
+            raise raised  # noqa: B023
 
-            with compat.installed():
-                model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-                model.register_comm_hook(None, hook)
-                with pytest.raises(type(raised)) as caught:
-                    model(torch.ones(1, 1)).sum().backward()
-                assert isinstance(caught.value, HookError)
-                assert caught.value.args == raised.args
-                assert str(raised) in str(caught.value)
-                if isinstance(raised, OSError):
-                    assert caught.value.errno == 5
-                if isinstance(raised, Own):
-                    assert caught.value.code == 3
-
-    run_ranks(main, 2)
+        with compat.installed():
+            model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+            model.register_comm_hook(None, hook)
+            with pytest.raises(type(raised)) as caught:
+                model(torch.ones(1, 1)).sum().backward()
+            assert isinstance(caught.value, HookError)
+            assert caught.value.args == raised.args
+            assert str(raised) in str(caught.value)
+            if isinstance(raised, OSError):
+                assert caught.value.errno == 5
+            if isinstance(raised, Own):
+                assert caught.value.code == 3
 
 
 class Doubling:
@@ -395,44 +320,40 @@ class Doubling:
         return future
 
 
+@on_ranks(2)
 def test_hook_registration_follows_pytorch() -> None:
     def wrong_bucket(state: Any, bucket: int) -> Any: ...
 
     def wrong_result(state: Any, bucket: dist.GradBucket) -> int: ...
 
-    def main() -> None:
-        with compat.installed():
-            model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-            for hook, words in (
-                (wrong_bucket, "bucket annotation should be dist.GradBucket"),
-                (wrong_result, "return annotation should be torch.futures.Future"),
-            ):
-                with pytest.raises(ValueError, match=words):
-                    model.register_comm_hook(None, hook)
+    with compat.installed():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        for hook, words in (
+            (wrong_bucket, "bucket annotation should be dist.GradBucket"),
+            (wrong_result, "return annotation should be torch.futures.Future"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                model.register_comm_hook(None, hook)
+        model.register_comm_hook(None, Doubling())
+        model = cloudpickle.loads(cloudpickle.dumps(model))  # its hook is of this file
+        assert model._reduced.hook.single_collective
+        model(torch.ones(1, 1)).sum().backward()
+        assert model.module.weight.grad.item() == 2.0
+        with pytest.raises(RuntimeError, match="can only be called once"):
             model.register_comm_hook(None, Doubling())
-            model = cloudpickle.loads(cloudpickle.dumps(model))  # its hook is of this file
-            assert model._reduced.hook.single_collective
-            model(torch.ones(1, 1)).sum().backward()
-            assert model.module.weight.grad.item() == 2.0
-            with pytest.raises(RuntimeError, match="can only be called once"):
-                model.register_comm_hook(None, Doubling())
-            model.register_comm_hook(None, None)
-            for hook in (*vars(gradwire.hooks).values(), torch_hooks.powerSGD_hook.powerSGD_hook):
-                if hook in (gradwire.hooks.all_reduce, gradwire.hooks.fp16):
-                    model.register_comm_hook(None, hook)
-                    model.register_comm_hook(None, None)
-
-    run_ranks(main, 2)
+        model.register_comm_hook(None, None)
+        for hook in (*vars(gradwire.hooks).values(), torch_hooks.powerSGD_hook.powerSGD_hook):
+            if hook in (gradwire.hooks.all_reduce, gradwire.hooks.fp16):
+                model.register_comm_hook(None, hook)
+                model.register_comm_hook(None, None)
 
 
+@on_ranks(2)
 def test_uninitialized_parameters_have_pytorchs_phrase() -> None:
-    def main() -> None:
-        with compat.installed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
-                nn.parallel.DistributedDataParallel(nn.LazyLinear(2))
-
-    run_ranks(main, 2)
+    with compat.installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
+            nn.parallel.DistributedDataParallel(nn.LazyLinear(2))
 
 
 class Branches(nn.Module):
@@ -483,43 +404,34 @@ def message_of(wrapper: Any, case: str) -> str:
         ("less", "your training graph has changed in this iteration"),
     ],
 )
+@on_ranks(1)
 def test_phrases_that_programs_look_for_in_backward(case: str, phrase: str) -> None:
-    def main() -> None:
-        for wrapper in (THEIRS, DistributedDataParallel):
-            assert phrase in message_of(wrapper, case)
-
-    run_ranks(main, 1)
+    for wrapper in (THEIRS, DistributedDataParallel):
+        assert phrase in message_of(wrapper, case)
 
 
+@on_ranks(2, backend="gloo")
 def test_deprecated_arguments_warn() -> None:
-    def main() -> None:
-        categories = []
-        for wrapper in (THEIRS, DistributedDataParallel):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                wrapper(nn.Linear(1, 1), broadcast_buffers=True)
-            categories.append(
-                [w.category for w in caught if "forward_sync_buffers" in str(w.message)]
-            )
-        assert categories[0] == categories[1]
-
-    run_ranks(main, 2, backend="gloo")
+    categories = []
+    for wrapper in (THEIRS, DistributedDataParallel):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapper(nn.Linear(1, 1), broadcast_buffers=True)
+        categories.append([w.category for w in caught if "forward_sync_buffers" in str(w.message)])
+    assert categories[0] == categories[1]
 
 
+@on_ranks(2)
 def test_arguments_unknown_to_this_pytorch_are_refused() -> None:
     theirs = set(inspect.signature(THEIRS).parameters)
     newer = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"} - theirs
-
-    def main() -> None:
-        for name in [*newer, "check_replicas"]:
-            with pytest.raises(TypeError, match=name):
-                DistributedDataParallel(nn.Linear(1, 1), **{name: True})
-        with pytest.raises(TypeError, match="arguments"):
-            DistributedDataParallel(nn.Linear(1, 1), *[None] * len(theirs))
-        for name in newer:  # ours has them with every version
-            assert Ours(nn.Linear(1, 1), **{name: True})
-
-    run_ranks(main, 2)
+    for name in [*newer, "check_replicas"]:
+        with pytest.raises(TypeError, match=name):
+            DistributedDataParallel(nn.Linear(1, 1), **{name: True})
+    with pytest.raises(TypeError, match="arguments"):
+        DistributedDataParallel(nn.Linear(1, 1), *[None] * len(theirs))
+    for name in newer:  # ours has them with every version
+        assert Ours(nn.Linear(1, 1), **{name: True})
 
 
 def test_replicate_and_state_dicts() -> None:

@@ -1,10 +1,7 @@
-"""gradwire.devices under PyTorch's names: installation, signatures, and restoration."""
+"""gradwire.devices under PyTorch's names."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +10,6 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from gradwire import compat
-from gradwire.compat import replacements
-from gradwire.compat.devices import TABLE
 
 CPUS = ["cpu", "cpu"]
 
@@ -23,68 +18,6 @@ CPUS = ["cpu", "cpu"]
 def installed() -> Iterator[None]:
     with compat.installed():
         yield
-
-
-def original(entry: replacements.Replacement) -> Any:
-    return getattr(importlib.import_module(entry.modules[0]), entry.name)
-
-
-for _module in {module for entry in TABLE for module in entry.modules}:
-    importlib.import_module(_module)
-ORIGINALS = {(entry.name, entry.modules[0]): original(entry) for entry in TABLE}
-
-
-def modules_holding(value: object) -> set[str]:
-    """Modules of torch that hold an object under its own name."""
-    name = getattr(value, "__name__", "")
-    return {
-        m
-        for m, module in list(sys.modules.items())
-        if m.split(".")[0] == "torch" and vars(module).get(name) is value
-    }
-
-
-@pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
-def test_every_module_that_holds_a_name_is_in_the_table(entry: replacements.Replacement) -> None:
-    assert modules_holding(original(entry)) == set(entry.modules)
-    with compat.installed():
-        assert not modules_holding(ORIGINALS[entry.name, entry.modules[0]])
-        assert original(entry) is entry.value
-
-
-def test_uninstall_restores_everything() -> None:
-    compat.install()
-    compat.install()
-    compat.uninstall()
-    for entry in TABLE:
-        assert original(entry) is ORIGINALS[entry.name, entry.modules[0]]
-    compat.uninstall()
-    with compat.installed(), compat.installed():
-        pass
-    assert not replacements.is_installed()
-
-
-def test_a_missing_name_changes_nothing() -> None:
-    table = [*TABLE, replacements.Replacement(1, "no_such_name", ("torch.nn.parallel",))]
-    with pytest.raises(AttributeError):
-        replacements.replace(table)
-    assert not replacements.is_installed()
-    assert original(TABLE[0]) is ORIGINALS["broadcast", "torch.nn.parallel.comm"]
-
-
-@pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
-def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
-    theirs, ours = ORIGINALS[entry.name, entry.modules[0]], entry.value
-    if inspect.isclass(ours) and hasattr(ours, "apply") and not issubclass(ours, torch.nn.Module):
-        skip = inspect.signature(theirs.forward)
-        given = list(skip.parameters.values())[1:]
-        found = inspect.signature(ours.apply)
-    else:
-        given = list(inspect.signature(theirs).parameters.values())
-        found = inspect.signature(ours)  # type: ignore[arg-type]
-    assert [(p.name, p.kind, p.default) for p in found.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in given
-    ]
 
 
 @pytest.mark.usefixtures("installed")

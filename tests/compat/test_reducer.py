@@ -38,23 +38,6 @@ def gradients(net: nn.Module) -> list[list[float] | None]:
     return found
 
 
-def as_accelerate(wrapper: Any) -> list[Any]:
-    """Several forwards without synchronisation; the last backward is reduced."""
-    net = wrapper(Heads())
-    torch.manual_seed(dist.get_rank())
-    found = []
-    for _ in range(STEPS):
-        with net.no_sync():
-            losses = [net(torch.randn(2, 4), [0, 1]) for _ in range(3)]
-        losses[0].backward()
-        losses[1].backward()
-        net.require_backward_grad_sync = net.require_forward_param_sync = True
-        net.reducer.prepare_for_backward([])
-        losses[2].backward()
-        found.append(gradients(net))
-    return found
-
-
 class Runs(nn.Module):
     """As Lightning wraps a module: a training step, with its backwards, is a forward."""
 
@@ -101,10 +84,6 @@ def check(of_ranks: list[list[Any]]) -> None:
     for a, b in zip(theirs, ours, strict=True):
         for p, q in zip(a, b, strict=True):
             assert q == (None if p is None else pytest.approx(p, rel=1e-5, abs=1e-7))
-
-
-def test_a_backward_prepared_for_after_forwards_without_synchronisation() -> None:
-    check(run_ranks(partial(both, as_accelerate), world_size=2, backend="gloo"))
 
 
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
