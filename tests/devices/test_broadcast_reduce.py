@@ -141,21 +141,6 @@ def test_coalesced_results_of_every_sort_have_version_counters_of_their_own() ->
         assert [t._version for t in results] == versions
 
 
-def test_coalesced_results_are_those_of_the_plain_ops() -> None:
-    tensors = mixed("cpu")
-    lists = broadcast_coalesced(tensors, ["cpu"] * 2, 100)
-    for tensor, copy in zip(tensors, lists[1], strict=True):
-        plain = broadcast(tensor, ["cpu"] * 2)[1]
-        assert same(copy, plain)
-        assert copy.layout == plain.layout
-        assert copy.is_sparse or copy.stride() == plain.stride()
-    sums = reduce_add_coalesced(lists, buffer_size=100)
-    for total, *column in zip(sums, *lists, strict=True):
-        plain = reduce_add(column)
-        assert same(total, plain)
-        assert total.layout == plain.layout
-
-
 def test_results_with_storage_of_their_own() -> None:
     tensors = [torch.randn(5) for _ in range(4)]
     replica = broadcast_coalesced(tensors, ["cpu"] * 2, buffer_size=1)[1]

@@ -8,7 +8,6 @@ import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -281,35 +280,6 @@ def test_a_buffer_with_two_names_that_is_assigned_by_one(policy: Any) -> None:
     assert (parallel.module.count.item(), parallel.module.start.item()) == (2, 0)
 
 
-def test_multiple_inputs_and_named_ones() -> None:
-    class Net(nn.Module):
-        def forward(self, a: Tensor, b: Tensor, s: float, c: Tensor | None = None) -> Tensor:
-            return s * (a * b if c is None else a * b + c)
-
-    a, b = torch.randn(5, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
-    c = torch.randn(5, 5)
-    for devices in (["cpu"], ["cpu"] * 2, CPUS):
-        for kwargs in ({}, {"c": c}):
-            a.grad = b.grad = None
-            out = data_parallel(Net(), (a, b, 1.5), devices, module_kwargs=kwargs)
-            assert torch.equal(out, Net()(a, b, 1.5, **kwargs))
-            out.sum().backward()
-            torch.testing.assert_close(a.grad, 1.5 * b.detach())
-            torch.testing.assert_close(b.grad, 1.5 * a.detach())
-            torch.testing.assert_close(DataParallel(Net(), devices)(a, b, 1.5, **kwargs), out)
-
-
-@pytest.mark.parametrize("unused", [[], {}, (), None])
-def test_named_inputs_with_empty_containers(unused: Any) -> None:
-    class Net(nn.Module):
-        def forward(self, input: dict[str, Any]) -> Tensor:
-            assert input["unused"] == unused
-            return input["data"] * 2
-
-    x = torch.randn(6, 2)
-    assert torch.equal(DataParallel(Net(), CPUS)(input={"data": x, "unused": unused}), x * 2)
-
-
 def test_modules_without_inputs_run_once() -> None:
     class Net(nn.Module):
         def forward(self) -> Tensor:
@@ -351,22 +321,6 @@ def test_inputs_and_named_ones_stay_together() -> None:
         assert torch.equal(DataParallel(Net(), CPUS)(x, y=x), x + x)
         assert torch.equal(DataParallel(Net(), CPUS)(x, y=1), x + 1)
         assert torch.equal(DataParallel(Net(), CPUS)(2, y=x), x + 2)
-
-
-def test_dataclasses_ints_and_strings_are_outputs() -> None:
-    @dataclass
-    class Result:
-        y: Tensor
-        rows: int
-
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return Result(x, len(x)), "word", None
-
-    result, word, none = DataParallel(Net(), CPUS)(torch.arange(7))
-    assert torch.equal(result.y, torch.arange(7))
-    assert result.rows == [2, 2, 2, 1]
-    assert (word, none) == (["word"] * 4, None)
 
 
 def test_unused_parameters_have_zero_gradients() -> None:

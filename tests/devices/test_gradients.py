@@ -199,16 +199,6 @@ def test_channels_last_gradients(k: int) -> None:
     check(lambda t: gather(scatter(t, ["cpu"] * k, dim=1), dim=1), x)
 
 
-def test_adjoint_pairs() -> None:
-    """⟨F x, y⟩ = ⟨x, F* y⟩."""
-    x, ys = torch.randn(6, 3), [torch.randn(6, 3) for _ in range(4)]
-    forward = sum((a * y).sum() for a, y in zip(broadcast(x, ["cpu"] * 4), ys, strict=True))
-    torch.testing.assert_close(forward, (x * reduce_add(ys)).sum())
-    cuts = [torch.randn(n, 3) for n in (2, 2, 2)]
-    forward = sum((a * y).sum() for a, y in zip(scatter(x, ["cpu"] * 3), cuts, strict=True))
-    torch.testing.assert_close(forward, (x * gather(cuts)).sum())
-
-
 def test_only_followed_tensors_require_grad() -> None:
     tensors = [torch.randn(1, 2, requires_grad=r) for r in (True, False, False, True)]
     for replica in broadcast_coalesced(tensors, ["cpu"] * 2):
@@ -241,30 +231,6 @@ def test_gradients_are_summed_in_index_order() -> None:
         [replicas[i] for i in (3, 0, 4, 2, 1)], [grads[i] for i in (3, 0, 4, 2, 1)]
     )
     assert torch.equal(x.grad, reduce_add(grads))
-
-
-def test_sparse_gradients_stay_sparse() -> None:
-    weight = torch.randn(10, 3, requires_grad=True)
-    index = torch.tensor([1, 1, 7])
-    replicas = broadcast(weight, ["cpu"] * 3)
-    embed = torch.nn.functional.embedding
-    gather([embed(index, r, sparse=True) for r in replicas]).sum().backward()
-    assert weight.grad.is_sparse
-    expected = torch.zeros(10, 3)
-    expected[1], expected[7] = 6, 3
-    assert torch.equal(weight.grad.to_dense(), expected)
-
-
-def test_tangents_reach_every_place() -> None:
-    x, tangent = torch.randn(3), torch.randn(3)
-    with fwd.dual_level():
-        dual = fwd.make_dual(x, tangent)
-        for replica in broadcast(dual, ["cpu"] * 3):
-            assert torch.equal(fwd.unpack_dual(replica).tangent, tangent)
-        total = reduce_add([dual, x, dual])
-        assert torch.equal(fwd.unpack_dual(total).tangent, tangent + tangent)
-        lists = broadcast_coalesced([dual, x], ["cpu"] * 2)
-        assert fwd.unpack_dual(lists[1][1]).tangent is None
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -86,16 +86,6 @@ def test_the_first_exception_is_raised_unchanged(failing: int) -> None:
     assert "run" in {frame.name for frame in caught.traceback}
 
 
-def test_an_exception_is_only_added_a_note() -> None:
-    def decode(text: bytes) -> str:
-        return text.decode()
-
-    with pytest.raises(UnicodeDecodeError, match="'utf-8' codec can't decode byte 0xff") as caught:
-        parallel_apply([decode] * 2, [b"", b"\xff"])
-    assert caught.value.encoding == "utf-8"
-    assert caught.value.__notes__ == ["Caught UnicodeDecodeError in replica 1 on no device"]
-
-
 def test_an_exception_that_is_raised_again_has_one_note() -> None:
     error = ValueError("always the same")
     error.__notes__ = ["its own"]

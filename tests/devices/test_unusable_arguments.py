@@ -136,15 +136,3 @@ def test_nested_tensors_are_refused() -> None:
         scatter(nested, CPUS)
     with pytest.raises(ArgumentError, match=r"inputs\['x'\] is a nested tensor"):
         scatter_nested({"x": nested}, CPUS)
-
-
-def test_lists_with_constructors_of_their_own() -> None:
-    class Named(list[Any]):
-        def __init__(self, name: str, values: list[Any]) -> None:
-            super().__init__(values)
-            self.name = name
-
-    given = Named("rows", [X])
-    parts = scatter_nested(given, CPUS)
-    assert [(type(p), p.name, len(p[0])) for p in parts] == [(Named, "rows", 2)] * 2
-    assert len(given[0]) == 4

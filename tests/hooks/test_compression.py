@@ -8,14 +8,15 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError
-from gradwire.hooks import host_groups, quantization
+from gradwire.errors import ArgumentError, DistributedError
+from gradwire.hooks import host_groups
 from gradwire.hooks.hosts import _make
 from gradwire.testing import FakeBucket, run_ranks
 
@@ -234,40 +235,10 @@ def test_ranks_with_zero_gradients(name):
     assert run_ranks(main, 2) == [(True, [0.0] * 67)] * 2
 
 
-@pytest.mark.parametrize(("bits", "code"), [(8, 68), (4, 36)])
-def test_the_bytes_that_are_sent(bits, code, monkeypatch):
-    def main():
-        given_, real = [], quantization.dist
-
-        class Counting:
-            @staticmethod
-            def all_gather(received, own, **others):
-                given_.append(own.nbytes)
-                return real.all_gather(received, own, **others)
-
-            @staticmethod
-            def all_to_all_single(received, rows, **others):
-                given_.append(rows.nbytes)
-                return real.all_to_all_single(received, rows, **others)
-
-        quantization.dist = Counting
-        try:
-            hook = hooks.BlockQuantization(bits, block=64)
-            result_of(hook, FakeBucket(torch.randn(60, 40), torch.randn(30)))
-        finally:
-            quantization.dist = real
-        return given_
-
-    blocks = 2 * -(-2430 // (2 * 64))  # of both ranks' shares
-    assert run_ranks(main, 2) == [[blocks * code, blocks * code // 2]] * 2
-
-
+@on_ranks(1)
 def test_another_hook_s_state_is_refused():
-    def main():
-        with pytest.raises(ArgumentError, match="the saved state has kept, BlockQuantization's"):
-            hooks.BlockQuantization().state.load_state_dict({"kept": 1})
-
-    run_ranks(main, 1)
+    with pytest.raises(ArgumentError, match="the saved state has kept, BlockQuantization's"):
+        hooks.BlockQuantization().state.load_state_dict({"kept": 1})
 
 
 @pytest.mark.narrow({"name": "int4"})
@@ -302,13 +273,11 @@ def test_mixed_dtypes_sparse_and_accumulated_gradients(name):
     assert first == second
 
 
+@on_ranks(2)
 def test_steps_before_start_are_not_compressed():
-    def main():
-        plain, late = wrapped(None), wrapped(hooks.BlockQuantization(4, start=2))
-        assert same(train(plain, range(2)), train(late, range(2)))
-        assert not same(train(plain, range(2, 3)), train(late, range(2, 3)))
-
-    run_ranks(main, 2)
+    plain, late = wrapped(None), wrapped(hooks.BlockQuantization(4, start=2))
+    assert same(train(plain, range(2)), train(late, range(2)))
+    assert not same(train(plain, range(2, 3)), train(late, range(2, 3)))
 
 
 def test_a_failed_step_counts_on_no_rank():
@@ -334,21 +303,6 @@ def test_a_failed_step_counts_on_no_rank():
 
     first, second = run_ranks(main, 2)
     assert first == second
-
-
-def test_an_error_amid_the_collectives_of_a_hook_ends_the_step_on_all_ranks():
-    """Rank 0 is in the hook's first collective: it once waited there for the group's timeout."""
-
-    def main():
-        hook = hooks.BlockQuantization(8)
-        net = wrapped(hook)
-        train(net, range(1))
-        if dist.get_rank() == 1:
-            hook.run_hook = lambda bucket: 1 / 0
-        with pytest.raises(BrokenGroupError, match="cannot be brought back in step"):
-            train(net, range(1, 2))
-
-    run_ranks(main, 2)
 
 
 # -- across hosts
@@ -416,31 +370,11 @@ def test_host_groups_of_all_ranks():
     assert run_ranks(main, 3) == [None, (2, 1, True), (2, 1, False)]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("layout", ["2 + 2", "1 + 3"])
-def test_ranks_can_be_divided_again(layout):
-    """It hung: torch names groups of some ranks by each rank's number of groups."""
-
-    def main():
-        seen = []
-        for _ in range(3):
-            groups = _make(dist.group.WORLD, TEAMS[layout], None, None)
-            seen.append((groups.inside.size(), groups.between is not None))
-        return seen
-
-    ranks = run_ranks(main, 4)
-    for team in TEAMS[layout]:
-        for rank in team:
-            assert ranks[rank] == [(len(team), rank == team[0])] * 3
-
-
+@on_ranks(1)
 def test_across_hosts_refuses_a_hook_with_a_group():
-    def main():
-        groups = host_groups()
-        with pytest.raises(ArgumentError, match="construct it without a group"):
-            hooks.across_hosts(hooks.BlockQuantization(group=dist.group.WORLD), groups)
-        inner = hooks.bind_hook(dist.group.WORLD, hooks.all_reduce)
-        with pytest.raises(ArgumentError, match="no process_group"):
-            hooks.across_hosts(inner, groups)
-
-    run_ranks(main, 1)
+    groups = host_groups()
+    with pytest.raises(ArgumentError, match="construct it without a group"):
+        hooks.across_hosts(hooks.BlockQuantization(group=dist.group.WORLD), groups)
+    inner = hooks.bind_hook(dist.group.WORLD, hooks.all_reduce)
+    with pytest.raises(ArgumentError, match="no process_group"):
+        hooks.across_hosts(inner, groups)

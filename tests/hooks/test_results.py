@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks import HostGroups
 from gradwire.local_sgd import LocalSGD
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -73,78 +73,67 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@on_ranks(2)
 def test_results_of_any_strides(dtype, view):
-    def main():
-        want = gradients(hooks.all_reduce, dtype, view)
-        for lay_out in [*LAID_OUT, *(COMPLEX if dtype.is_complex else [])]:
-            got = gradients(lambda _, bucket: lay_out(mean(bucket)), dtype, view)  # noqa: B023
-            for a, b in zip(got, want, strict=True):
-                torch.testing.assert_close(a, b, msg=lay_out.__name__)
-        for gradient in gradients(lambda _, b: b.buffer().new_ones(()).expand(20), dtype, view):
-            assert torch.equal(gradient, torch.ones_like(gradient))
-
-    run_ranks(main, 2)
+    want = gradients(hooks.all_reduce, dtype, view)
+    for lay_out in [*LAID_OUT, *(COMPLEX if dtype.is_complex else [])]:
+        got = gradients(lambda _, bucket: lay_out(mean(bucket)), dtype, view)  # noqa: B023
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, msg=lay_out.__name__)
+    for gradient in gradients(lambda _, b: b.buffer().new_ones(()).expand(20), dtype, view):
+        assert torch.equal(gradient, torch.ones_like(gradient))
 
 
 @pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
 def test_results_of_another_dtype_in_the_buffers_memory(view):
     def in_half_the_memory(state, bucket):
         small = mean(bucket).half()
         bucket.set_buffer(bucket.buffer().view(torch.float16)[: len(small)].copy_(small))
         return bucket.buffer()
 
-    def main():
-        want = gradients(hooks.all_reduce, view=view)
-        for a, b in zip(gradients(in_half_the_memory, view=view), want, strict=True):
-            assert torch.equal(a, b.half().float())
-
-    run_ranks(main, 2)
+    want = gradients(hooks.all_reduce, view=view)
+    for a, b in zip(gradients(in_half_the_memory, view=view), want, strict=True):
+        assert torch.equal(a, b.half().float())
 
 
+@on_ranks(2)
 def test_results_of_another_dtype_for_a_parameter_used_on_one_rank():
     def halved(state, bucket):
         bucket.set_buffer(mean(bucket).half())
         return bucket.buffer()
 
-    def main():
-        net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
-        net.forward = lambda x: net["ab"[dist.get_rank()]](x).sum()
-        wrapper = DistributedDataParallel(net, find_unused_parameters=True)
-        wrapper.register_comm_hook(None, halved)
-        wrapper(torch.ones(1, 1)).backward()
-        return [p.grad.item() for p in net.parameters()]
-
-    assert run_ranks(main, 2) == [[0.5, 0.5]] * 2
+    net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+    net.forward = lambda x: net["ab"[dist.get_rank()]](x).sum()
+    wrapper = DistributedDataParallel(net, find_unused_parameters=True)
+    wrapper.register_comm_hook(None, halved)
+    wrapper(torch.ones(1, 1)).backward()
+    assert [p.grad.item() for p in net.parameters()] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("lay_out", [*LAID_OUT, conjugated_in_place])
+@on_ranks(2)
 def test_results_between_hosts(lay_out):
     """Each rank is a host."""
-
-    def main():
-        group = dist.group.WORLD
-        alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
-        groups = HostGroups(group, alone, group, hosts=2)
-        dtype = torch.complex64
-        hook = hooks.across_hosts(lambda _, bucket: lay_out(mean(bucket)), groups)
-        want = gradients(hooks.all_reduce, dtype)
-        for a, b in zip(gradients(hook, dtype), want, strict=True):
-            torch.testing.assert_close(a, b)
-
-    run_ranks(main, 2)
+    group = dist.group.WORLD
+    alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    groups = HostGroups(group, alone, group, hosts=2)
+    dtype = torch.complex64
+    hook = hooks.across_hosts(lambda _, bucket: lay_out(mean(bucket)), groups)
+    want = gradients(hooks.all_reduce, dtype)
+    for a, b in zip(gradients(hook, dtype), want, strict=True):
+        torch.testing.assert_close(a, b)
 
 
+@on_ranks(2)
 def test_results_in_local_sgd():
-    def main():
-        after = []
-        for lay_out in (lambda x: x, *LAID_OUT):
-            weight = nn.Parameter(torch.arange(4.0) * dist.get_rank())
-            sgd = torch.optim.SGD([weight], lr=1.0)
-            hook = lambda _, bucket: lay_out(mean(bucket))  # noqa: B023, E731
-            optimizer = LocalSGD(sgd, [("weight", weight)], every=1, hook=hook)
-            (weight * torch.arange(4.0) * dist.get_rank()).sum().backward()
-            optimizer.step()
-            after.append(weight.tolist())
-        assert after == [[0.0, -0.5, -1.0, -1.5]] * len(after)
-
-    run_ranks(main, 2)
+    after = []
+    for lay_out in (lambda x: x, *LAID_OUT):
+        weight = nn.Parameter(torch.arange(4.0) * dist.get_rank())
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        hook = lambda _, bucket: lay_out(mean(bucket))  # noqa: B023, E731
+        optimizer = LocalSGD(sgd, [("weight", weight)], every=1, hook=hook)
+        (weight * torch.arange(4.0) * dist.get_rank()).sum().backward()
+        optimizer.step()
+        after.append(weight.tolist())
+    assert after == [[0.0, -0.5, -1.0, -1.5]] * len(after)

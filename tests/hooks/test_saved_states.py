@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch import nn
 
 from gradwire import DistributedDataParallel, hooks
 from gradwire.errors import NotSavedWarning
 from gradwire.local_sgd import LocalSGD
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -71,34 +71,30 @@ def step(net, optimizer, number):
 
 
 @pytest.mark.parametrize(("made", "kind"), [(with_ddp, OneOf), (with_local_sgd, Remembering)])
+@on_ranks(2)
 def test_a_resumed_run_continues_bit_for_bit(made, kind):
-    def main():
-        def network():
-            torch.manual_seed(0)
-            return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
 
-        net, optimizer, save, _ = made(network(), kind())
-        file, history = io.BytesIO(), []
-        for number in range(9):
-            history.append(step(net, optimizer, number))
-            if number == 4:
-                torch.save((net.state_dict(), save()), file)
-        file.seek(0)
-        values, saved = torch.load(file, weights_only=True)
-        again, resumed, _, load = made(network(), kind())
-        again.load_state_dict(values)
-        load(saved)
-        for number in range(5, 9):
-            assert step(again, resumed, number) == history[number], number
-
-    run_ranks(main, 2)
+    net, optimizer, save, _ = made(network(), kind())
+    file, history = io.BytesIO(), []
+    for number in range(9):
+        history.append(step(net, optimizer, number))
+        if number == 4:
+            torch.save((net.state_dict(), save()), file)
+    file.seek(0)
+    values, saved = torch.load(file, weights_only=True)
+    again, resumed, _, load = made(network(), kind())
+    again.load_state_dict(values)
+    load(saved)
+    for number in range(5, 9):
+        assert step(again, resumed, number) == history[number], number
 
 
+@on_ranks(1)
 def test_a_state_without_state_dict_is_a_warning():
-    def main():
-        net = nn.Linear(2, 2)
-        _, _, save, _ = with_local_sgd(net, object())
-        with pytest.warns(NotSavedWarning, match="a object, is not saved"):
-            assert save()["hook"] == {}
-
-    run_ranks(main, 1)
+    net = nn.Linear(2, 2)
+    _, _, save, _ = with_local_sgd(net, object())
+    with pytest.warns(NotSavedWarning, match="a object, is not saved"):
+        assert save()["hook"] == {}

@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
@@ -122,6 +123,7 @@ def test_a_result_that_cannot_be_read_ends_the_backward_on_every_rank(bad, how):
     assert run_ranks(main, 2) == [HookError if r in bad else PeerFailedError for r in (0, 1)]
 
 
+@on_ranks(2)
 def test_the_state_is_saved_rekeyed_and_copied():
     class Remembering(Halving):
         def run_hook(self, bucket):
@@ -132,33 +134,25 @@ def test_the_state_is_saved_rekeyed_and_copied():
         def state_dict(self):
             return dict(self)
 
-    def main():
-        hook = Remembering(State(memory={}))
-        net = made(hooks.compress(hook, torch.bfloat16))
-        step(net)
-        assert net.comm_hook_state_dict()["own"]["memory"].keys() == {0}
-        net = made(Halving(dist.group.WORLD))
-        other = copy.deepcopy(net)
-        assert other._reduced.hook is not net._reduced.hook
-        assert other._reduced.hook.state is dist.group.WORLD
-        assert (
-            cloudpickle.loads(cloudpickle.dumps(Halving(dist.group.WORLD))).state
-            is dist.group.WORLD
-        )
-        return step(other)
-
-    assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
+    hook = Remembering(State(memory={}))
+    net = made(hooks.compress(hook, torch.bfloat16))
+    step(net)
+    assert net.comm_hook_state_dict()["own"]["memory"].keys() == {0}
+    net = made(Halving(dist.group.WORLD))
+    other = copy.deepcopy(net)
+    assert other._reduced.hook is not net._reduced.hook
+    assert other._reduced.hook.state is dist.group.WORLD
+    assert cloudpickle.loads(cloudpickle.dumps(Halving(dist.group.WORLD))).state is dist.group.WORLD
+    assert step(other) == [[1.5, 1.5]]
 
 
+@on_ranks(2)
 def test_the_states_group_is_replaced():
-    def main():
-        hook = Halving(dist.group.WORLD)
-        net = made(composed(hook))
-        net.process_group = again = dist.new_group([0, 1])
-        assert hook.state is again
-        return step(net)
-
-    assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
+    hook = Halving(dist.group.WORLD)
+    net = made(composed(hook))
+    net.process_group = again = dist.new_group([0, 1])
+    assert hook.state is again
+    assert step(net) == [[3.0, 3.0]]
 
 
 HOOKS = ["bf16", "int8", "power", "wrapped", "function"]
@@ -257,6 +251,7 @@ def test_functions_are_adapted():
     assert bind_hook(None, hook) is hook
 
 
+@on_ranks(2)
 def test_invalid_arguments():
     with pytest.raises(ArgumentError, match="its own state"):
         bind_hook(3, Halving(4))
@@ -264,14 +259,10 @@ def test_invalid_arguments():
         bind_hook(None, Halving)
     with pytest.raises(TypeError, match="abstract"):
         StatefulHook(None)
-
-    def main():
-        net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-        with pytest.raises(ArgumentError, match="its own state"):
-            net.register_comm_hook(3, Halving(4))
-        return step(net)  # nothing was registered
-
-    assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
+    net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with pytest.raises(ArgumentError, match="its own state"):
+        net.register_comm_hook(3, Halving(4))
+    assert step(net) == [[1.5, 1.5]]
 
 
 @pytest.mark.narrow({"failing": (1,)})
@@ -314,6 +305,7 @@ def test_an_error_after_backward_does_not_affect_the_next_one(failing):
 
 @pytest.mark.narrow({"error": KeyError})
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@on_ranks(2)
 def test_a_rank_that_fails_after_backward_sends_no_more(error):
     """Its next step met later collectives of the others, which aborted processes on Gloo."""
 
@@ -326,16 +318,13 @@ def test_a_rank_that_fails_after_backward_sends_no_more(error):
             if dist.get_rank() == 1:
                 raise error("mine")
 
-    def main():
-        net = DistributedDataParallel(torch.nn.Linear(4, 1))
-        net.register_comm_hook(None, Sends(dist.group.WORLD))
-        if dist.get_rank() == 1:
-            with pytest.raises(error, match="mine"):
-                net(torch.ones(1, 4)).sum().backward()
-        else:
+    net = DistributedDataParallel(torch.nn.Linear(4, 1))
+    net.register_comm_hook(None, Sends(dist.group.WORLD))
+    if dist.get_rank() == 1:
+        with pytest.raises(error, match="mine"):
             net(torch.ones(1, 4)).sum().backward()
-        assert net.module.bias.grad.tolist() == [1.0]
-        with pytest.raises(DistributedError, match=f"hook raised {error.__name__}"):
-            net(torch.ones(1, 4)).sum().backward()
-
-    run_ranks(main, 2)
+    else:
+        net(torch.ones(1, 4)).sum().backward()
+    assert net.module.bias.grad.tolist() == [1.0]
+    with pytest.raises(DistributedError, match=f"hook raised {error.__name__}"):
+        net(torch.ones(1, 4)).sum().backward()

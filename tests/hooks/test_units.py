@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -87,17 +88,15 @@ def train(hook, *, weighted):
 
 
 @pytest.mark.parametrize("names", [HOOKS, LINEAR], ids=["kept", "linear"])
+@on_ranks(2)
 def test_weights_do_not_scale_a_hooks_state(names):
-    def main():
-        wrong = []
-        for name, hook in names.items():
-            pairs = zip(train(hook, weighted=True), train(hook, weighted=False), strict=True)
-            eps = 1e-2 if name == "bf16" else 1e-4
-            if not all(torch.allclose(a, b, rtol=10 * eps, atol=eps) for a, b in pairs):
-                wrong.append(name)
-        assert wrong == []
-
-    run_ranks(main, 2)
+    wrong = []
+    for name, hook in names.items():
+        pairs = zip(train(hook, weighted=True), train(hook, weighted=False), strict=True)
+        eps = 1e-2 if name == "bf16" else 1e-4
+        if not all(torch.allclose(a, b, rtol=10 * eps, atol=eps) for a, b in pairs):
+            wrong.append(name)
+    assert wrong == []
 
 
 class Halving(hooks.StatefulHook):
