@@ -92,18 +92,6 @@ def test_tests_that_have_not_begun_in_time_are_skipped(suite: pytest.Pytester) -
     suite.runpytest_inprocess("--seconds", "1e9").assert_outcomes(passed=7, deselected=5)
 
 
-@pytest.mark.parametrize(("mark", "said"), [('narrow({"c": 1})', "['c']"), ("narrow()", "nothing")])
-def test_a_narrow_mark_without_a_meaning_is_refused(
-    suite: pytest.Pytester, mark: str, said: str
-) -> None:
-    suite.path.joinpath("test_sample.py").write_text(
-        TESTS.replace('narrow({"a": 1}, {"a": [2, 3], "b": 2})', mark), encoding="utf-8"
-    )
-    result = suite.runpytest_inprocess("--collect-only", "-q")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"narrow names {said}" in str(result.errlines)
-
-
 COMMAND = "gradwire = gradwire.cli:main"
 LICENCE = "gradwire-1.dist-info/licenses/LICENSE"
 

@@ -126,41 +126,6 @@ def test_a_module_s_docstrings_print_what_they_show(name: str) -> None:
         run_doctest(test)
 
 
-SAMPLE = """
-```python
-x = 1
-```
-```pycon
->>> x + 1
-2
->>> y = x + 2
-```
-```text
-not code
-```
-```python
-# not run: would fail
-raise SystemExit
-```
-```python title="script.py"
-print("written")
-```
-```python
-assert y == 3
-```
-```sh
-python script.py >output
-```
-"""
-
-
-def test_blocks_run_in_order_and_share_what_they_bind(tmp_path: Path) -> None:
-    namespace: dict[str, Any] = {}
-    for block in blocks("sample", SAMPLE):
-        run_block(block, tmp_path, namespace)
-    assert (tmp_path / "output").read_text() == "written\n"
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -112,17 +112,3 @@ def test_banned_idioms_do_not_occur(root: str) -> None:
         if IDIOM.search(line)
     ]
     assert found == []
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("What is kept.", True),
-        ("Whether it is open.", True),
-        ("Return True if it is open.", False),
-        ("Shape of the result.", False),
-    ],
-)
-def test_first_words_are_recognized(text: str, wrong: bool) -> None:
-    assert bool(FIRST_WORDS.match(text)) == wrong
-    assert bool(ENTRY.match(f"name: {text}")) == wrong

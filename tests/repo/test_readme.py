@@ -22,8 +22,6 @@ from packaging.version import Version
 from gradwire._torch import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]
-BLOCK = "```sh\n{}\n```\n"
-HEADING = "## Developing gradwire\n"
 
 
 def command(readme: Path, number: int) -> subprocess.CompletedProcess[str]:
@@ -38,38 +36,6 @@ def test_the_first_command_installs_and_shows_the_demo_the_second_tests() -> Non
     assert install == 'python -m pip install -c constraints.txt -e ".[dev]"'
     assert demo == "gradwire demo"
     assert command(ROOT / "README.md", 2).stdout.strip() == "pytest -n 2"
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("# gradwire\n" + BLOCK.format("one") + BLOCK.format("two"), "no section"),
-        (
-            HEADING + BLOCK.format("one") + "## Next\n" + BLOCK.format("two"),
-            "found 1",
-        ),
-        (HEADING + 3 * BLOCK.format("one"), "found 3"),
-        (
-            HEADING + BLOCK.format("one") + BLOCK.format(" "),
-            "each with a command",
-        ),
-    ],
-)
-def test_a_readme_without_exactly_two_commands_is_refused(
-    tmp_path: Path, text: str, complaint: str
-) -> None:
-    (tmp_path / "README.md").write_text(text)
-    result = command(tmp_path / "README.md", 1)
-    assert result.returncode != 0
-    assert result.stdout == ""
-    assert complaint in result.stderr
-
-
-def test_a_command_may_have_several_lines_and_text_around_it(tmp_path: Path) -> None:
-    blocks = BLOCK.format("a &&") + "Then:\n" + BLOCK.format("b \\\n  c")
-    text = f"{HEADING}First:\n{blocks}## Next\n"
-    (tmp_path / "README.md").write_text(text)
-    assert command(tmp_path / "README.md", 2).stdout == "b \\\n  c\n"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
