@@ -16,6 +16,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """Return the cores that processes may use together, by affinities and this one's quotas."""
+    if not hasattr(os, "sched_getaffinity"):
+        return float(os.cpu_count() or 1)
     usable = os.sched_getaffinity(0)
     # Processes that have ended, or have no pid in this process's namespace (0), do not count.
     for process in others:

@@ -33,7 +33,8 @@ _STATES = {
 }
 SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""The C library of Linux; None elsewhere."""
 
 
 # --- identity and state ---
@@ -47,18 +48,12 @@ class Stat(NamedTuple):
 
 
 def stat_of(pid: int) -> Stat | None:
-    """Return the state and start time of a process, from /proc; None if it is not there."""
+    """Return the state and start time of a process; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
+        return None if Path("/proc/self").exists() else Stat("unknown", 0)
     return Stat(_STATES.get(fields[0], fields[0]), int(fields[19]))
-
-
-def state_of_pid(pid: int) -> str:
-    """Return the state of a process of this host: "gone", "stopped" or another."""
-    found = stat_of(pid)
-    return "gone" if found is None else found.state
 
 
 def exit_text(code: int) -> str:
@@ -108,8 +103,13 @@ def _started(pid: int) -> str | None:
     return None if found is None or found.state in ENDED else str(found.started)
 
 
-if hasattr(os, "register_at_fork"):  # a child may be in another process id namespace
-    os.register_at_fork(after_in_child=_host.cache_clear)
+def after_fork(function: Callable[[], object]) -> None:
+    """Call a function in each forked child from now on, where processes fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
+after_fork(_host.cache_clear)  # a child may be in another process id namespace
 
 
 # --- children ---
@@ -124,7 +124,7 @@ def end_when_closed(descriptor: int) -> None:
 
     os.set_inheritable(descriptor, False)
     threading.Thread(target=watch, name="gradwire-lifeline", daemon=True).start()
-    if sys.platform == "linux":
+    if LIBC is not None:
         import fcntl  # here: missing on some systems
 
         # the thread needs the GIL, which extension code may hold for good: have the kernel send
@@ -137,8 +137,8 @@ def end_when_closed(descriptor: int) -> None:
 def end_with_parent() -> None:
     """Have Linux kill this process when the thread that started it ends; `exec` keeps this."""
     # Usable between fork and exec: it imports and allocates nothing.
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LIBC is not None:
+        LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # --- waiting ---

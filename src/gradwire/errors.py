@@ -24,6 +24,7 @@ are in one file, so that they can be caught without importing the package that r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 __all__ = [
@@ -160,6 +161,14 @@ class NotSavedWarning(UserWarning):
 
 class BoundEarlyWarning(UserWarning):
     """Modules imported names of PyTorch before `compat.install()`, and keep PyTorch's objects."""
+
+
+def require_linux(feature: str) -> None:
+    """Raise unless this is Linux."""
+    if sys.platform != "linux":
+        raise NotSupportedError(
+            f"{feature} needs Linux, but this is {sys.platform}: use it there, or in a container"
+        )
 
 
 def printable(text: str) -> str:

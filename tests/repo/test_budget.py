@@ -18,10 +18,10 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 
 BUDGET = {  # package: (code lines, files)
-    "": (975, 14),  # modules at the top level
+    "": (982, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1600, 8),
-    "cli": (923, 10),
+    "cli": (920, 10),
     "collectives": (2494, 10),
     "compat": (850, 6),
     "ddp": (4824, 22),
@@ -29,10 +29,10 @@ BUDGET = {  # package: (code lines, files)
     "elastic": (2700, 11),
     "hooks": (924, 7),
     "local_sgd": (500, 3),
-    "optim": (486, 3),
+    "optim": (485, 3),
     "recorder": (3989, 20),
-    "shm": (4598, 22),
-    "testing": (767, 5),
+    "shm": (4597, 22),
+    "testing": (791, 5),
 }
 NO_CODE = {
     tokenize.COMMENT,

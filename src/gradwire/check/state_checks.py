@@ -232,7 +232,7 @@ class ParametersDiffer(Check):
 
 
 def _short(line: str) -> str:
-    return line.rpartition("/")[2]
+    return line.replace("\\", "/").rpartition("/")[2]
 
 
 class RandomState(Check):

@@ -33,9 +33,5 @@ def app() -> None:
     """The communication layer of data-parallel PyTorch training."""
 
 
-app.add_command(demo)
-app.add_command(doctor)
-app.add_command(explain)
-app.add_command(run)
-app.add_command(check)
-app.add_command(timeline)
+for _command in (demo, doctor, explain, run, check, timeline):
+    app.add_command(_command)

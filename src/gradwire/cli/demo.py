@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _FAILED, _INTERRUPTED = 1, 130
 _BATCH = 64
+_BACKEND = "shm" if sys.platform == "linux" else "gloo"
 _SECONDS = 3600.0
 TOLERANCE = 1e-5
 
@@ -31,7 +32,7 @@ single step would cause 1e-04 or more."""
 @click.command(context_settings={"show_default": True})
 @click.option("--nproc", type=click.IntRange(1, _BATCH), default=2, help="Number of processes.")
 @click.option(
-    "--backend", type=click.Choice(["shm", "gloo"]), default="shm", help="Backend of the group."
+    "--backend", type=click.Choice(["shm", "gloo"]), default=_BACKEND, help="Backend of the group."
 )
 @click.option(
     "--epochs", type=click.IntRange(min=1), default=12, help="Number of passes over the data."

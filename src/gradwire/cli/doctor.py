@@ -61,7 +61,7 @@ def doctor(nproc: int, names: Sequence[str], as_json: bool) -> None:
     from rich.table import Table
 
     progress = Console(stderr=True)  # shows nothing unless it is a terminal
-    checks = [_versions(), _cores(nproc), _shared_memory()]
+    checks = [_versions(), _cores(nproc), *([_shared_memory()] if sys.platform == "linux" else [])]
     for name in names or BACKENDS:
         with progress.status(f"trying {name} in {nproc} processes ..."):
             checks.append(try_backend(name, nproc))
@@ -97,7 +97,7 @@ def _versions() -> Check:
 def _cores(nproc: int) -> Check:
     from gradwire._limits import cores
 
-    usable, load = cores(), os.getloadavg()[0]
+    usable, load = cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows
     found = f"{usable:g} usable of {os.cpu_count()} for {nproc} ranks; load average {load:.1f}"
     if usable < nproc:
         return Check("cores", _WARNING, f"{found}: ranks share cores, so waits cost more")

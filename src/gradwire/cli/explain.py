@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError, require_linux
 from gradwire.recorder import REQUEST, await_answers, describe, modified
 from gradwire.recorder.verdict import list_ranks
 
@@ -65,7 +65,7 @@ def explain(directory: Path | None, prefix: str | None, as_json: bool, live: str
         if directory is not None:
             sys.exit(_explain(directory, prefix, as_json))
         sys.exit(_explain_live(live or "", as_json))
-    except ArgumentError as error:
+    except (ArgumentError, NotSupportedError) as error:
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
@@ -157,6 +157,7 @@ def directories(target: str) -> list[Path]:
                 f"--live is {target!r}: pass a directory of dumps, a process ID, or {_ALL}"
             )
         return [Path(target)]
+    require_linux(f"--live {target}")
     pids = list(_pids()) if target == _ALL else [int(target)]
     if target != _ALL and not (_PROC / target).is_dir():
         raise ArgumentError(f"--live is {target}, and no process of this host has this ID")

@@ -24,13 +24,12 @@ from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, run
 
 from gradwire._limits import oom_kills
-from gradwire._processes import state_of_pid
+from gradwire._processes import ENDED, stat_of
 from gradwire.errors import ArgumentError
 from gradwire.recorder import PREFIX, REQUEST, await_answers
 
 FOLDER = "gradwire-recorder-"
 """Prefix of the temporary folder of a run's dumps, which is kept after a failure."""
-_NONE = "0"  # as the environment variable
 _WAIT_SECONDS = 2.0  # wait for dumps; a rank polls for requests five times per second
 _NO_LOGS = "0"  # torchrun's value for no logs
 _OURS = re.compile(
@@ -45,7 +44,7 @@ def run_program(options: argparse.Namespace) -> None:
     """Run the program on all ranks of this host until they have ended."""
     if _checked_count(options) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
-    if options.recorder == _NONE:
+    if options.recorder == "0":  # as the environment variable
         options.recorder = ""
     elif options.recorder is None and records_by_default(options):
         options.recorder = tempfile.mkdtemp(prefix=FOLDER)
@@ -198,7 +197,7 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
     running = {
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()
-        if handler.proc.poll() is None and state_of_pid(handler.proc.pid) != "stopped"
+        if (found := stat_of(handler.proc.pid)) and found.state not in ("stopped", *ENDED)
     }
     if running:
         request = directory / REQUEST

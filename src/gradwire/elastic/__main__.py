@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradwire.elastic.membership import parse_address
 from gradwire.elastic.supervisor import SHUTDOWN_SECONDS, serve_store, supervise
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError
 
 
 def main(
@@ -56,7 +56,7 @@ def main(
             shutdown_timeout=options.shutdown_timeout,
             log=lambda line: print(f"gradwire: {line}", file=sys.stderr, flush=True),
         )
-    except ArgumentError as error:
+    except (ArgumentError, NotSupportedError) as error:
         parser.error(str(error))
 
 

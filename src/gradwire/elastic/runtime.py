@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import socket
 import threading
 import time
@@ -28,7 +27,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store, values_of_ranks
-from gradwire._processes import Deadline, wait_until
+from gradwire._processes import Deadline, after_fork, wait_until
 from gradwire.ddp import LOST, FaultDomain, wait_work
 from gradwire.elastic import protocol as p
 from gradwire.elastic.membership import (
@@ -65,7 +64,6 @@ Poll = Callable[[], None]
 FORM_SECONDS = 10.0
 FORM_POLL_SECONDS = 0.01
 JOIN_POLL_SECONDS = 0.0025
-LACKING = (errno.ENOMEM, errno.ENOSPC)
 
 
 def wait_for(work: Work, poll: Poll, seconds: float) -> None:
@@ -286,7 +284,7 @@ def _in_thread(
 
 def _check_own_fault(error: Exception) -> None:
     """Raise if this process lacks memory or descriptors for a group: others cannot help then."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) in (errno.ENOMEM, errno.ENOSPC):
         raise DistributedError(f"this process lacks memory for a group: {error}") from error
     try:
         with contextlib.ExitStack() as opened:
@@ -324,7 +322,7 @@ def _close_in_child() -> None:
         groups.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork(_close_in_child)
 
 
 POLL_SECONDS = 0.002

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import hashlib
 import io
 import json
@@ -392,6 +391,8 @@ def save(
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """Wait until no other member writes in a folder, up to TURN_SECONDS."""
+    import fcntl
+
     opened = os.open(folder, os.O_RDONLY)
 
     def is_locked() -> bool:

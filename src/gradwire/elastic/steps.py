@@ -35,6 +35,7 @@ from gradwire.errors import (
     MismatchError,
     NotSupportedError,
     ReductionError,
+    require_linux,
 )
 
 
@@ -80,8 +81,8 @@ def join(
 
     Raises:
         ArgumentError: There is no store, or an argument is invalid.
-        NotSupportedError: This process has another version of PyTorch or gradwire than the run, or
-            runs as another user than the members with which it would share memory.
+        NotSupportedError: This is not Linux, or this process has another version of PyTorch or
+            gradwire than the run, or runs as another user than members that would share its memory.
         DistributedError: The store does not answer.
 
     Example:
@@ -101,6 +102,7 @@ def join(
         >>> run.committed_steps, run.size
         (3, 1)
     """
+    require_linux("elastic.join")
     if backend not in ("shm", "gloo"):
         raise ArgumentError(f"backend is {backend!r}: pass 'shm' or 'gloo'")
     for argument, value in (("timeout", timeout), ("silence", silence)):

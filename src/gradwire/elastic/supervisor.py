@@ -33,7 +33,7 @@ from gradwire.elastic.membership import (
     STORE_VARIABLE,
     parse_address,
 )
-from gradwire.errors import ArgumentError, RunOverError, printable
+from gradwire.errors import ArgumentError, RunOverError, printable, require_linux
 
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
 TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
@@ -73,8 +73,7 @@ def end_with_reports(
 
 
 POLL_SECONDS = 0.02
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-RECORDER_VARIABLE = "GRADWIRE_RECORDER"
+ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"))
 
 
 class _Child:
@@ -87,7 +86,7 @@ class _Child:
         os.set_blocking(self._receiver, False)
         # in a process that the member starts, the descriptor may be another file
         environment = {**environment, VARIABLE: f"{sender}:{os.fstat(sender).st_ino}"}
-        if environment.get(RECORDER_VARIABLE, "0") not in ("", "0"):
+        if environment.get("GRADWIRE_RECORDER", "0") not in ("", "0"):
             environment["RANK"] = str(place)  # names the process's dumps
         try:
             self.process = subprocess.Popen(
@@ -283,7 +282,6 @@ def _restarts(number: int) -> str:
 
 
 SHUTDOWN_SECONDS = 30.0
-FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
@@ -356,6 +354,7 @@ def supervise(
         fails after its run is done makes it nonzero.
 
     Raises:
+        NotSupportedError: This is not Linux.
         ArgumentError: The command is empty, or an argument is invalid.
         SystemExit: A signal ended the processes, even if they exited with 0; the code is 128 + its
             number.
@@ -368,6 +367,7 @@ def supervise(
         >>> supervise([sys.executable, "-c", "raise SystemExit(7)"], nproc=1, max_restarts=1)
         7
     """
+    require_linux("supervise")
     if not command:
         raise ArgumentError("command is empty: pass the program and its arguments")
     members = nproc if members is None else members
@@ -390,7 +390,8 @@ def supervise(
     supervisor = Supervisor(command, environment, nproc, max_restarts, grace, shutdown_timeout, log)
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {n: h for n in FORWARDED if (h := signal.getsignal(n)) != signal.SIG_IGN}
+        forwarded = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        before = {n: h for n in forwarded if (h := signal.getsignal(n)) != signal.SIG_IGN}
     try:
         for number in before:
             signal.signal(number, lambda number, frame: supervisor.signals.append(number))

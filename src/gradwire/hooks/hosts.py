@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,7 +161,7 @@ def _teams_of_backend(group: ProcessGroup) -> Sequence[Sequence[int]]:
 
 def _this_host() -> bytes:
     """Return 16 bytes that are equal for processes with one kernel and network namespace."""
-    found = f"{boot_id() or os.uname().nodename} {namespace('net')}"
+    found = f"{boot_id() or platform.node()} {namespace('net')}"
     return hashlib.blake2b(found.encode(), digest_size=16).digest()
 
 

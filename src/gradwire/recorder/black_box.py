@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import select
 import socket
 import sys
 import threading
@@ -77,7 +76,7 @@ class BlackBox:
         self._ended, self._ended_ns = False, 0
         self._seen_alive: dict[int, int] = {}  # wall-clock time in ns, by peer
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
-        self._pipe: tuple[int, int] | None = None  # a byte in it ends the thread
+        self._stopped = threading.Event()
         self._announced: int | None = None
         self._files = CrashFiles(self.directory)
         self._exits = ExitNotes(self._at_exit)
@@ -100,7 +99,6 @@ class BlackBox:
         self._files.start()
         self._write_start()
         self._spare.append(os.open(os.devnull, os.O_RDONLY))
-        self._pipe = os.pipe()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
     def stop(self) -> None:
@@ -116,8 +114,7 @@ class BlackBox:
         self._files.stop()
         if os.getpid() != self._pid:
             return  # a fork: the rest belongs to its parent
-        assert self._pipe is not None
-        os.write(self._pipe[1], b"\0")  # the thread closes both
+        self._stopped.set()
         os.close(self._spare.pop())
 
     def write(self, reason: str) -> Path | None:
@@ -154,7 +151,7 @@ class BlackBox:
         peers = {
             process.rank: state
             for process in processes_in(self.directory)
-            if process.rank != rank and (state := process.state)
+            if process.rank != rank and (state := process.state) not in ("", "unknown")
         }
         self._seen_alive |= {peer: now for peer, state in peers.items() if state not in ENDED}
         world_size = int(size) if size.isdecimal() else None
@@ -243,14 +240,9 @@ class BlackBox:
 
     def _watch(self) -> None:
         """Write a dump whenever one is requested; runs in its own thread."""
-        assert self._pipe is not None
-        source = select.poll()  # select.select rejects descriptors from 1,024 on
-        source.register(self._pipe[0], select.POLLIN)
         while True:
             pause = _POLL_SECONDS if self._announced is not None else _FIRST_SECONDS
-            if source.poll(pause * 1e3):
-                for end in self._pipe:
-                    os.close(end)
+            if self._stopped.wait(pause):
                 return
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()

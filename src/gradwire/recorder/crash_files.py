@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from gradwire._processes import LIBC, after_fork
 from gradwire.recorder.files import CRASH, RING, STACKS, RingFile
 from gradwire.recorder.groups import known_groups
 from gradwire.recorder.lines import MainThread, call_stack, is_users, marked, read_stack
@@ -32,10 +33,9 @@ _REPORT_SECONDS = 0.02  # faulthandler writes its report in less
 _ABORT_REPORT = b"Fatal Python error: Aborted"
 _LENGTH = 500
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-if _LIBC is not None:
-    _LIBC.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    _LIBC.signal.restype = ctypes.c_void_p
+if LIBC is not None:
+    LIBC.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    LIBC.signal.restype = ctypes.c_void_p
 
 
 class CrashFiles:
@@ -62,18 +62,18 @@ class CrashFiles:
         self.collections = Collections(_PAUSE_NS, _MOST)
         if not faulthandler.is_enabled():
             self._crashes = self._path(CRASH).open("w")
-            if _LIBC is not None:
+            if LIBC is not None:
                 # Gloo aborts a process that receives a message of an unexpected size, in a thread
                 # of C, in which no handler may run Python. So faulthandler, which runs first, is
                 # followed by libc's `sleep`, whose argument is then the signal's number. In these
                 # 6 s the recorder's thread writes a dump and ends the process. It cannot if the
                 # thread that aborts holds the GIL: then the process ends when they are over.
-                earlier = _LIBC.signal(signal.SIGABRT, ctypes.cast(_LIBC.sleep, ctypes.c_void_p))
+                earlier = LIBC.signal(signal.SIGABRT, ctypes.cast(LIBC.sleep, ctypes.c_void_p))
                 if earlier:  # the program's own
-                    _LIBC.signal(signal.SIGABRT, earlier)
+                    LIBC.signal(signal.SIGABRT, earlier)
                 self._delays_aborts = not earlier
             faulthandler.enable(self._crashes)
-            os.register_at_fork(after_in_child=self._disable)
+            after_fork(self._disable)
 
     def is_aborting(self) -> bool:
         """Return True if C code aborts this process, whose end waits for a dump."""
@@ -89,8 +89,8 @@ class CrashFiles:
 
     def end_aborted(self) -> None:
         """End this process by SIGABRT, while the thread that aborts sleeps."""
-        if _LIBC is not None:
-            _LIBC.signal(signal.SIGABRT, None)
+        if LIBC is not None:
+            LIBC.signal(signal.SIGABRT, None)
             os.kill(os.getpid(), signal.SIGABRT)
 
     def announce(self, rank: int) -> None:
@@ -100,7 +100,7 @@ class CrashFiles:
         old, self._name = [self._path(kind) for kind in (RING, CRASH, STACKS)], str(rank)
         new = [self._path(kind) for kind in (RING, CRASH, STACKS)]
         for before, after in zip(old, new, strict=True):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # not there, or, on Windows, open
                 before.replace(after)
         if self._file is None:
             with contextlib.suppress(OSError):  # a full disk: the program goes on without it
@@ -130,8 +130,8 @@ class CrashFiles:
         """Disable faulthandler; a fork's crash is not this process's."""
         if self._crashes is not None and not self._crashes.closed:
             faulthandler.disable()
-            if self._delays_aborts and _LIBC is not None:
-                _LIBC.signal(signal.SIGABRT, None)
+            if self._delays_aborts and LIBC is not None:
+                LIBC.signal(signal.SIGABRT, None)
             self._crashes.close()
 
     def forget_crash(self) -> None:

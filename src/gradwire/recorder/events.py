@@ -8,6 +8,7 @@ being called tell them apart.
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import threading
 import time
@@ -37,10 +38,10 @@ _KEPT = 32
 _NOTED = "_gradwire_noted"  # attribute of the error: IDs are reused after deletion
 _MOST = 16  # maximum length of a chain
 _COMMUNICATION = (
-    str(Path(torch.__file__).parent / "distributed") + "/",
-    str(Path(__file__).parents[1]) + "/",
+    str(Path(torch.__file__).parent / "distributed") + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,
 )
-_LOADING = str(Path(torch.__file__).parent / "utils" / "data") + "/"
+_LOADING = str(Path(torch.__file__).parent / "utils" / "data") + os.sep
 _WAITS = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods of handles and futures that the user's own lines call."""
 _OF_WAITS = (RuntimeError, KeyboardInterrupt)

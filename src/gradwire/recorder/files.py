@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import pickle
-import resource
 import struct
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from gradwire._processes import LIBC
 from gradwire.errors import ArgumentError
 from gradwire.recorder.lines import Line, read_line
 
@@ -97,9 +97,14 @@ def loads(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _limited_memory(size: int) -> Iterator[None]:
-    """Limit this process's memory: the unpickler allocates what a damaged file asks for."""
+    """Limit memory, on Linux: the unpickler allocates what a damaged file asks for."""
+    if LIBC is None:
+        yield
+        return
+    import resource  # here: missing on some systems
+
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # not Linux
+    with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _SPARE_BYTES + _BYTES_PER_BYTE * size
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -5,6 +5,7 @@ A frame is stored as its code object and last instruction; the line number is co
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -22,14 +23,14 @@ _USER, _LIBRARY, _OURS = 0, 1, 2
 _LIMIT = 64  # maximum number of frames to visit
 _TORCH = find_spec("torch")  # not imported: to explain dumps, it is not needed
 _OUR_FOLDERS = (
-    str(Path(_TORCH.origin).parent if _TORCH and _TORCH.origin else "torch") + "/",
-    str(Path(__file__).parents[1]) + "/",
+    str(Path(_TORCH.origin).parent if _TORCH and _TORCH.origin else "torch") + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,
     str(Path(__file__).parents[2] / "gradwire_autoload.py"),
 )
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _LIBRARY_FOLDERS = (
     "<frozen ",
-    *(sysconfig.get_path(name) + "/" for name in _INSTALLED),
+    *(sysconfig.get_path(name) + os.sep for name in _INSTALLED),
 )
 _depths: dict[str, tuple[int, CodeType]] = {}
 """Depth and code of the frame just inside the user's, by the name of the operation."""
@@ -144,7 +145,7 @@ def _classify(filename: str) -> int:
         kind = _USER
         if filename.startswith(_OUR_FOLDERS):
             kind = _OURS
-        elif filename.startswith(_LIBRARY_FOLDERS) or "/site-packages/" in filename:
+        elif filename.startswith(_LIBRARY_FOLDERS) or f"{os.sep}site-packages{os.sep}" in filename:
             kind = _LIBRARY
         if len(_kinds) > 10_000:  # the program compiles code under new names all the time
             _kinds.clear()

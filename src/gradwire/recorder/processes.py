@@ -162,7 +162,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """State of the process: "gone", "stopped", …; "" if it is not visible from here."""
+        """State: "gone", "stopped", …; "unknown" without /proc; "" for another host's process."""
         if (self.host, self.namespace) != (socket.gethostname(), namespace("pid")):
             return ""
         found = stat_of(self.pid)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire._limits import check_available
+from gradwire._processes import after_fork
 from gradwire.errors import DistributedError
 
 _KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # constants of Linux that Python lacks
@@ -155,8 +156,7 @@ def _make_private() -> None:
         _libc().mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory.fd, offset)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_private)
+after_fork(_make_private)
 
 
 @cache

@@ -6,7 +6,6 @@ An operation whose caller waits runs in the caller's thread, the others in the g
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from gradwire._processes import after_fork
 from gradwire.errors import BrokenGroupError, DistributedError, MismatchError
 from gradwire.recorder import Entry, RecordedGroup, record_end, record_error, record_start, ring
 from gradwire.shm.across_hosts import AcrossHosts
@@ -373,8 +373,7 @@ def _in_child() -> None:
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+after_fork(_in_child)
 
 
 def kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:

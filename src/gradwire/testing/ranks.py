@@ -11,7 +11,9 @@ import contextlib
 import math
 import os
 import pickle
+import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
@@ -34,10 +36,8 @@ from gradwire.testing.worker import (
     Worker,
     dump_stacks,
     dumps,
-    file_with,
     receive,
     send,
-    taken,
     worker_environment,
 )
 
@@ -119,7 +119,7 @@ def run_ranks(
         CollectiveTimeoutError: The call took longer than `timeout`. The message shows the stack of
             every thread of every rank that was still running; these are killed.
         ArgumentError, ArgumentTypeError: An argument cannot be used, or cannot be pickled.
-        NotSupportedError: cloudpickle is not installed, or this is not Linux.
+        NotSupportedError: cloudpickle is not installed.
 
     Example:
         >>> def total():
@@ -129,8 +129,6 @@ def run_ranks(
         >>> run_ranks(total, world_size=2)
         [tensor([3.]), tensor([3.])]
     """
-    if sys.platform != "linux":
-        raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
     counts = hosts.ranks if isinstance(hosts, Pool) else hosts
     if counts and (min(counts) < 1 or sum(counts) != world_size):
@@ -151,9 +149,17 @@ def run_ranks(
             f"fn and args must be picklable, to be sent to other processes: {error}"
         ) from error
     path, directory = tuple(sys.path), os.getcwd()
-    task = Task(call, world_size, backend, timeout, environment, path, directory)
     with pool.lock:
-        return _Call(pool.take(world_size), may_die).run(task, names or [""] * world_size)
+        workers = pool.take(world_size)
+        # a FileStore: a TCPStore resolves addresses, which takes seconds if the name server does
+        # not answer, and other users can connect to it
+        store = os.path.join(tempfile.gettempdir(), f"gradwire-store-{secrets.token_hex()}")
+        task = Task(call, world_size, backend, timeout, store, environment, path, directory)
+        try:
+            return _Call(workers, may_die).run(task, names or [""] * world_size)
+        finally:
+            with contextlib.suppress(OSError):  # the last rank that joins removes it on Linux
+                os.unlink(store)
 
 
 def _check(
@@ -202,13 +208,9 @@ class _Call:
     def run(self, task: Task, hosts: Sequence[str]) -> list[Any]:
         """Run the task to its end and return the ranks' results, or raise what went wrong."""
         limit, ending = time.monotonic() + task.timeout, False
-        task_file = file_with(pickle.dumps(task))
-        # a FileStore in a file without a name: a TCPStore resolves addresses, which takes seconds
-        # if the name server does not answer, and other users can connect to it
-        store = os.memfd_create("gradwire-store")
         try:
             for rank, host in enumerate(hosts):
-                self._send(rank, (rank, host), task_file, store)
+                self._send(rank, rank, host, task)
             while self._active and time.monotonic() < limit:
                 for rank, message, data in self._events(limit):
                     self._handle(rank, message, data)
@@ -226,33 +228,34 @@ class _Call:
         finally:
             for rank in self._active:  # by Ctrl-C, or a test's time limit, too
                 self._workers[rank].kill()
-            os.close(task_file)
-            os.close(store)
             for rank, worker in enumerate(self._workers):
                 for line in worker.new_log().splitlines():
                     print(f"[rank {rank}] {line}", file=sys.stderr)
         return [self._result(rank) for rank in range(len(self._workers))]
 
-    def _send(self, rank: int, message: object, *files: int) -> None:
-        with contextlib.suppress(OSError):  # a worker that has ended is found by reading
-            send(self._workers[rank].channel, message, *files)
+    def _send(self, rank: int, *message: object) -> None:
+        channel = self._workers[rank].channel
+        channel.settimeout(FAILURE_SECONDS)
+        with contextlib.suppress(OSError):  # a worker that has ended, or stops, is found by reading
+            send(channel, *message)
 
     def _events(self, limit: float) -> list[tuple[int, str, bytes]]:
         """Return the ranks' messages, deaths first: they are the cause of other ranks' errors."""
-        active = {self._workers[rank].channel.fileno(): rank for rank in self._active}
+        active = {self._workers[rank].channel: rank for rank in self._active}
         ready = wait(active, max(0.0, min(POLL_SECONDS, limit - time.monotonic())))
         if time.monotonic() >= limit:
             return []  # too late: a message must not hide the hang
         events: list[tuple[int, str, bytes]] = []
-        for descriptor, rank in active.items():
-            worker = self._workers[rank]
-            if descriptor in ready:
+        for channel, rank in active.items():
+            if channel in ready:
                 try:
-                    message, files = receive(worker.channel)
-                    events.append((rank, message, b"".join(map(taken, files))))
-                except EOFError:
+                    message, *data = receive(channel, max(1e-3, limit - time.monotonic()))
+                    events.append((rank, message, b"".join(data)))
+                except (EOFError, ConnectionError):
                     events.append((rank, "died", b""))
-            elif worker.process.poll() is not None and not wait([descriptor], 0):
+                except TimeoutError:  # it stopped within a message
+                    continue
+            elif self._workers[rank].process.poll() is not None and not wait([channel], 0):
                 events.append((rank, "died", b""))
         return sorted(events, key=lambda event: event[1] != "died")
 

@@ -1,8 +1,7 @@
 """A rank's process, on both sides: the pool that keeps it for the next call, and what runs in it.
 
-Parent and worker exchange messages of a few bytes through a socket that keeps their boundaries.
-What is large goes with them, as the descriptor of a file in memory: a process that stops never
-leaves the other one in the middle of a message.
+Parent and worker exchange messages through a socket. The parent waits for each part of a message
+for a limited time only: a process may stop in the middle of one.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import io
 import itertools
+import mmap
 import os
 import pickle
 import random
-import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,7 +29,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,14 +37,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire._gloo_threads import await_gloo_threads
-from gradwire._processes import end_when_closed, exit_text
+from gradwire._processes import LIBC, after_fork, end_when_closed, exit_text
 from gradwire.errors import ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.shm import Options
 
 START_SECONDS = 120.0
 """Time limit for new workers to import torch."""
-_MESSAGE_BYTES = 4096
-_START = "from gradwire.testing.worker import main; import sys; main(*map(int, sys.argv[1:]))"
+_PIECE_BYTES = 1 << 20
+_SHOWS_STACKS = hasattr(faulthandler, "register")  # not on Windows
+_START = "from gradwire.testing.worker import main; import sys; main(*sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Task:
     world_size: int
     backend: str
     timeout: float
+    store: str
     environment: dict[str, str]
     path: tuple[str, ...]
     directory: str
@@ -64,36 +65,25 @@ class Task:
 # --- messages ---
 
 
-def send(channel: socket.socket, message: object, *files: int) -> None:
-    """Send a small message, and duplicates of descriptors."""
-    socket.send_fds(channel, [pickle.dumps(message)], files)
+def send(channel: socket.socket, *message: object) -> None:
+    """Send a message, after its length."""
+    data = pickle.dumps(message)
+    channel.sendall(len(data).to_bytes(8) + data)
 
 
-def receive(channel: socket.socket, timeout: float | None = None) -> tuple[Any, list[int]]:
-    """Return a message, and descriptors to close; raise EOFError if the other process ended."""
+def receive(channel: socket.socket, timeout: float | None = None) -> tuple[Any, ...]:
+    """Return a message; raise EOFError or ConnectionError if the other process ended."""
     channel.settimeout(timeout)
-    try:
-        data, files, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError:
-        data = b""
-    if not data:
-        raise EOFError
-    return pickle.loads(data), files
-
-
-def file_with(data: bytes) -> int:
-    """Return the descriptor of a file in memory."""
-    descriptor = os.memfd_create("gradwire")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
-    return descriptor
-
-
-def taken(descriptor: int) -> bytes:
-    """Return what a received file has, and close it; others may read it at the same time."""
-    with open(f"/proc/self/fd/{descriptor}", "rb") as file:
-        os.close(descriptor)
-        return file.read()
+    data, size = bytearray(), 8
+    while len(data) < size:
+        piece = channel.recv(min(size - len(data), _PIECE_BYTES))
+        if not piece:
+            raise EOFError
+        data += piece
+        if len(data) == size == 8:
+            size += int.from_bytes(data)
+    message: tuple[Any, ...] = pickle.loads(memoryview(data)[8:])
+    return message
 
 
 # --- the parent's side ---
@@ -102,7 +92,9 @@ def taken(descriptor: int) -> bytes:
 def worker_environment() -> dict[str, str]:
     """Return this process's environment, with settings for ranks that share a machine."""
     # or Gloo resolves the host's name, for which there may be no entry
-    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    settings = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+    return {**settings, **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Worker:
@@ -114,21 +106,28 @@ class Worker:
         self._relayed = 0
         with contextlib.ExitStack() as ours:
             self._log = ours.enter_context(tempfile.TemporaryFile(buffering=0))
-            self.channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            ours.enter_context(self.channel)
+            command = [*prefix, sys.executable, "-c", _START]
             # The worker holds the reading end of a pipe that nobody writes to, its lifeline:
             # however the parent ends, the kernel closes the writing end, and the worker ends too.
-            reading, writing = os.pipe()
-            ours.callback(os.close, writing)
-            with theirs, open(reading, "rb"):
-                descriptors = (theirs.fileno(), reading)
-                self.process = subprocess.Popen(
-                    [*prefix, sys.executable, "-c", _START, *map(str, descriptors)],
-                    stdin=subprocess.DEVNULL,
-                    stderr=self._log,
-                    pass_fds=descriptors,
-                    env=environment,
-                )
+            start = partial(
+                subprocess.Popen[bytes], stdin=subprocess.PIPE, stderr=self._log, env=environment
+            )
+            if sys.platform == "win32":  # no process inherits a socket; others may connect
+                secret = secrets.token_hex()
+                with socket.create_server(("127.0.0.1", 0)) as server:
+                    server.settimeout(START_SECONDS)
+                    self.process = start([*command, str(server.getsockname()[1]), secret])
+                    self.channel, _ = server.accept()
+                if self.channel.recv(len(secret), socket.MSG_WAITALL) != secret.encode():
+                    raise DistributedError("another process connected to run_ranks")
+            else:
+                self.channel, theirs = socket.socketpair()
+                with theirs:
+                    number = theirs.fileno()
+                    self.process = start([*command, str(number), ""], pass_fds=[number])
+            ours.enter_context(self.channel)
+            assert self.process.stdin is not None
+            ours.enter_context(self.process.stdin)
             self._descriptors = ours.pop_all()
 
     def kill(self) -> None:
@@ -152,9 +151,12 @@ class Worker:
 
     def new_log(self) -> str:
         """Return the stderr of the process since the last call."""
-        size = os.fstat(self._log.fileno()).st_size
-        text = os.pread(self._log.fileno(), size - self._relayed, self._relayed)
-        self._relayed += len(text)
+        start, self._relayed = self._relayed, os.fstat(self._log.fileno()).st_size
+        if start == self._relayed:
+            return ""
+        # mapped: reading would move the position, at which the process writes
+        with mmap.mmap(self._log.fileno(), self._relayed, access=mmap.ACCESS_READ) as log:
+            text = log[start:]
         return text.decode(errors="replace")
 
 
@@ -162,7 +164,7 @@ def dump_stacks(workers: Sequence[Worker]) -> list[str]:
     """Return the stacks of all threads of each worker, after its earlier output to stderr."""
     logs = [worker.new_log() for worker in workers]
     # faulthandler writes them from a signal handler, whatever holds the GIL.
-    for worker in workers:
+    for worker in workers if _SHOWS_STACKS else ():
         worker.process.send_signal(signal.SIGUSR1)
     stacks = [""] * len(workers)
     now = time.monotonic()
@@ -175,7 +177,7 @@ def dump_stacks(workers: Sequence[Worker]) -> list[str]:
             if more := worker.new_log():
                 stacks[index] += more
                 grew = now
-    none = "(it did not show its stack: it is stopped, or inside the kernel)"
+    none = "(it did not show its stack: it is stopped, inside the kernel, or on Windows)"
     return [log + (stack or none) for log, stack in zip(logs, stacks, strict=True)]
 
 
@@ -208,7 +210,7 @@ class Pool:
                 receive(worker.channel, max(deadline - time.monotonic(), 1e-3))
         except BaseException as error:
             text = None
-            if isinstance(error, EOFError):
+            if isinstance(error, EOFError | ConnectionError):
                 text = f"a worker process {worker.exit_text()} at its start:\n{worker.new_log()}"
             elif isinstance(error, TimeoutError):
                 text = f"a worker process was not ready within {START_SECONDS:g} s"
@@ -246,7 +248,7 @@ def _after_fork() -> None:
     POOL.close(kill=False)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 # --- pickles for processes that cannot import what defines a function ---
@@ -314,55 +316,76 @@ def _importable(name: str, path: tuple[str, ...]) -> bool:
 # --- the worker's side ---
 
 
-def main(channel_descriptor: int, lifeline: int) -> None:
+def main(number: str, secret: str) -> None:
     """Run tasks, one after the other, until the parent ends."""
+    if secret:
+        channel = socket.create_connection(("127.0.0.1", int(number)))
+        channel.sendall(secret.encode())
+    else:
+        channel = socket.socket(fileno=int(number))
+    lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     end_when_closed(lifeline)
-    os.set_inheritable(channel_descriptor, False)
-    channel = socket.socket(fileno=channel_descriptor)
+    channel.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # tests let ranks crash on purpose: the stack is in the log, a core file is not needed
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if LIBC is not None:
+        import resource  # here: missing on some systems
+
+        # tests let ranks crash on purpose: the stack is in the log, a core file is not needed
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    _show_stacks_on_request()
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     gc.freeze()  # leaves the imported modules out of the collection after each call
     send(channel, "idle")
     # the parent kills this process; end-of-file here means that the parent has ended
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):
         for earlier in itertools.count():
-            (rank, host), (task_file, store_file) = receive(channel)
-            task: Task = pickle.loads(taken(task_file))
-            store = _unused_number(store_file, earlier)
+            rank, host, task = receive(channel)
+            store = _open_store(task.store, earlier) if LIBC is not None else None
             imported = len(sys.modules)
-            for number, handler in handlers.items():
-                if handler is not None and signal.getsignal(number) != handler:
-                    signal.signal(number, handler)
-            # by its own account faulthandler has it still, and `register` alone would do nothing
-            faulthandler.unregister(signal.SIGUSR1)
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            for signum, handler in handlers.items():
+                if handler is not None and signal.getsignal(signum) != handler:
+                    signal.signal(signum, handler)
+            _show_stacks_on_request()
             _serve(channel, task, rank, host, store)
             if len(sys.modules) > imported:
                 # modules that a task imports, too: torch.compile's, which torch's DDP imports,
                 # make a collection take 50 ms and more, instead of 3 ms in a fresh worker
                 gc.freeze()
-            os.close(store)
+            if store is not None:
+                os.close(store)
             send(channel, "idle")
     os._exit(0)
 
 
-def _unused_number(descriptor: int, earlier: int) -> int:
-    """Move the descriptor to a number that no earlier store had, nor any other file will have."""
+def _show_stacks_on_request() -> None:
+    if _SHOWS_STACKS:
+        # by its own account faulthandler may have it still, when a task has changed the handler:
+        # `register` alone would do nothing
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _open_store(path: str, earlier: int) -> int:
+    """Open a store's file with a number that no earlier one had, nor any other file will have."""
+    # Linux: the file is removed when all have opened it, so that none is left however they end.
     # A group that outlives its task (an autograd graph in a reference cycle may hold it) writes to
     # its FileStore when it is deleted, by the path of the descriptor. If another file had this
     # number by then, torch would read that file as a store, without end; it skips a path that is
     # gone.
+    import fcntl
+    import resource
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, soft // 2 + earlier % (soft // 4))
     os.close(descriptor)
     return number
 
 
-def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int) -> None:
+def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int | None) -> None:
     """Run a task in a new group, and leave that when no rank needs it any longer."""
     try:
         os.chdir(task.directory)
@@ -390,7 +413,7 @@ def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int)
         outcome, kind = _pickled_error(error), "raised"
     sys.stdout.flush()
     sys.stderr.flush()
-    _send_file(channel, kind, outcome)
+    send(channel, kind, outcome)
     if kind == "returned":
         # other ranks may still need this one's connections; after an error it leaves at once, so
         # that they do not wait for it
@@ -404,13 +427,13 @@ def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int)
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
-        _send_file(channel, "raised", _pickled_error(error))
+        send(channel, "raised", _pickled_error(error))
         os._exit(1)
     gc.collect()
 
 
-def _join(task: Task, rank: int, host: str, store: int) -> None:
-    shared = dist.FileStore(f"/proc/self/fd/{store}")
+def _join(task: Task, rank: int, host: str, store: int | None) -> None:
+    shared = dist.FileStore(task.store if store is None else f"/proc/self/fd/{store}")
     dist.init_process_group(
         task.backend,
         store=shared,
@@ -422,15 +445,11 @@ def _join(task: Task, rank: int, host: str, store: int) -> None:
     )
     # wait for all: a rank that fails at once would break connections that others still make
     if shared.add("joined", 1) == task.world_size:
+        if store is not None:
+            os.unlink(task.store)
         shared.set("all joined", "")
     while not shared.check(["all joined"]):
         time.sleep(0.001)
-
-
-def _send_file(channel: socket.socket, kind: str, data: bytes) -> None:
-    file = file_with(data)
-    send(channel, kind, file)
-    os.close(file)
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -378,6 +378,7 @@ def _read(cls: type[_T], found: Mapping[str, Any]) -> _T:
 def _frame(frame: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: _text(frame[name]) for name in ("filename", "name")}
     found["line"] = int(frame["line"])
+    found["filename"] = found["filename"].replace("\\", "/")  # of Windows
     return found | ({"user": bool(frame["user"])} if "user" in frame else {})
 
 

@@ -29,14 +29,15 @@ from gradwire.recorder.verdict.evidence import (
 _SLACK_NS = 100_000_000
 _TOGETHER_NS = 500_000_000
 _LOOK = "look for `Killed process` in the kernel's log (dmesg), and at the host's free memory"
+_KILL, _SEGV, _BUS, _ABRT = 9, 11, 7, 6  # on Linux, whose dumps are read on other systems too
 _BY_SIGNAL: dict[int, tuple[str, ...]] = {
-    signal.SIGKILL: (_LOOK, "find out whether a scheduler or a person sent SIGKILL"),
-    signal.SIGSEGV: (
+    _KILL: (_LOOK, "find out whether a scheduler or a person sent SIGKILL"),
+    _SEGV: (
         "look at the extension or library that this line calls, and at the arguments it gets",
         "run this rank alone under gdb, or with PYTHONFAULTHANDLER=1, to see the stack in C",
     ),
-    signal.SIGBUS: ("check that /dev/shm and mapped files have space: `df /dev/shm`",),
-    signal.SIGABRT: ("see the end of its log: a library called abort() and says why",),
+    _BUS: ("check that /dev/shm and mapped files have space: `df /dev/shm`",),
+    _ABRT: ("see the end of its log: a library called abort() and says why",),
 }
 _LOCAL = ("localhost", "127.", "::1")
 _MUST_AGREE = ("MASTER_PORT", "MASTER_ADDR", "WORLD_SIZE")
@@ -61,7 +62,7 @@ def _crashed(evidence: Evidence) -> Finding | None:
     by_message, when, rank = min((_is_by_message(c), c.time, r) for r, c in crashes)
     crash = evidence.dumps.crashes[rank]
     thread = "" if crash.in_main else ", in a thread other than the main one"
-    number = {"Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}.get(crash.why, signal.SIGSEGV)
+    number = {"Bus error": _BUS, "Aborted": _ABRT}.get(crash.why, _SEGV)
     summary = f"rank {rank}'s process crashed in C ({crash.why}{thread}) while it was"
     summary += at_line(crash.frames) or " in no Python code"
     places = place_of(crash.frames)
@@ -119,8 +120,8 @@ def _ended_first(evidence: Evidence) -> Finding | None:
             codes[rank] = code
         elif not evidence.ended(rank):
             gone.append(rank)
-    if -signal.SIGKILL in codes.values():
-        codes = {rank: code for rank, code in codes.items() if code == -signal.SIGKILL}
+    if -_KILL in codes.values():
+        codes = {rank: code for rank, code in codes.items() if code == -_KILL}
     first = min(map(evidence.ends_at, codes), default=NEVER)
     # neither clocks nor the scheduler order ends that lie closer together
     codes = {r: c for r, c in codes.items() if evidence.ends_at(r) - first < _TOGETHER_NS}

@@ -39,9 +39,9 @@ _MESSAGES = {"recv", "irecv", "send", "isend", "batch_isend_irecv"}
 _MESSAGES |= {"recv_object_list", "send_object_list"}
 _UNRECORDED = OF_WHOLE_GROUPS | _OF_HANDLES | _MESSAGES
 """Calls that wait, of which Gloo's record may have nothing."""
-_STANDARD = ("/lib/python3", "<frozen ")
+_STANDARD = ("/lib/python3", "/Lib/", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
-_LIBRARIES = ("/site-packages/", "/torch/", "/gradwire/", "/lib/python3", "<frozen", "/bin/")
+_LIBRARIES = ("/site-packages/", "/torch/", "/gradwire/", "/bin/", *_STANDARD)
 _MAX_BYTES = 1 << 22  # limit on source files to parse
 _MOST_PARTS = 6
 _SECONDS_FROM_NS = 100_000_000
