@@ -92,3 +92,11 @@ def test_by_the_framework_s_own_option(told, recipe):
     assert stock[1:3] == ["gloo", False]
     assert ours[1:3] == ["shm", True]
     assert ours[3] == pytest.approx(stock[3], rel=1e-4)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers"])
+def test_the_mean_over_tokens(told, package):
+    """As docs/recipes/tokens.md has it, and wrong without its line."""
+    program = f"{package}_tokens.py"
+    assert told(package, program, "plain", **ON) > 0.1
+    assert told(package, program, "weighted", **ON) < 1e-5
