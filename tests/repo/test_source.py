@@ -52,7 +52,7 @@ def test_packages_import_each_other_through_their_faces() -> None:
 
 def test_pages_name_files_that_exist() -> None:
     root = Path(__file__).parents[2]
-    folders = ("src", "tests", "benchmarks", "examples", ".ci")
+    folders = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
     files = [f"/{p.relative_to(root)}" for folder in folders for p in (root / folder).rglob("*.py")]
     gone = {
         f"{page.relative_to(root)}: {name}"
