@@ -59,7 +59,7 @@ def printed(process: subprocess.Popen[str]) -> str:
 
 
 def in_a_folder(program: str, make: Callable[[Path], str]) -> str:
-    """Return what a function makes of a program, without what differs from run to run."""
+    """Return the output of a program, without parts that differ from run to run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         shutil.copy(HERE / program, folder / "train.py")
