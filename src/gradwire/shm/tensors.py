@@ -175,7 +175,7 @@ def checksum_of(tensors: Sequence[Tensor]) -> int:
     """Return a checksum of a list's dtypes and sizes for the header; 0 for a single tensor."""
     if len(tensors) < 2:
         return 0
-    return checksum(n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel()))
+    return checksum([n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel())])
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
