@@ -261,7 +261,6 @@ def test_equal_replicas(tmp_path):
             values = [torch.full((3,), math.nan), torch.randn(700, 3).t(), torch.tensor(1.0)]
             values += [torch.ones(5).to(torch.bfloat16), torch.ones(2, dtype=torch.complex64)]
             values += [torch.arange(3), torch.ones(1).bool(), torch.zeros(0), torch.ones(9)[1:]]
-            values += [torch.eye(3).to_sparse()]
             frozen = (nn.Parameter(v, requires_grad=False) for v in values)
             self.frozen = nn.ParameterList(frozen)
             self.own = nn.Parameter(torch.full((2,), float(dist.get_rank())))

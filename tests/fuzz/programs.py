@@ -49,7 +49,7 @@ def halves(state: Any, bucket: GradBucket) -> Any:
 TIMEOUT = 60.0
 HOOKS: dict[str, Any] = {"all_reduce": hooks.all_reduce, "halves": halves, "half": hooks.bf16}
 ERRORS = {"half": 2e-2}
-EDITS = ("none", "deleted", "new", "expanded", "sparse", "inference", "written")
+EDITS = ("none", "deleted", "new", "expanded", "inference", "written")
 
 
 class Named(Tensor):
@@ -190,8 +190,7 @@ class Net(nn.Module):
         for name in ("gain", "shift"):
             buffer = self._buffers.get(name)
             if buffer is not None:
-                dense = buffer.to_dense() if buffer.is_sparse else buffer
-                h = torch.tanh(h) * dense if name == "gain" else h + dense
+                h = torch.tanh(h) * buffer if name == "gain" else h + buffer
         return self.third(torch.tanh(self.second(h)) if whole else h)
 
     def forward(self, x: Tensor, whole: bool = True) -> Tensor:
@@ -510,7 +509,7 @@ class Trainer:
         if own.keys() != want.keys():
             self.wrong.append(f"buffers {sorted(own)} for {sorted(want)}")
         for name in own.keys() & want.keys():
-            self.compare(f"buffer {name}", own[name].to_dense(), want[name].to_dense())
+            self.compare(f"buffer {name}", own[name], want[name])
 
 
 def clamp(bucket: GradBucket) -> None:
@@ -539,20 +538,14 @@ def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: 
         module._buffers.pop(name, None)
     elif edit == "written" and buffer is None:
         pass
-    elif (
-        edit == "written"
-        and not (is_twin or buffer.is_sparse or buffer.is_inference())
-        and buffer.is_contiguous()
-    ):
+    elif edit == "written" and not (is_twin or buffer.is_inference()) and buffer.is_contiguous():
         buffer.fill_(value)
     else:
         with torch.inference_mode(edit == "inference" and not is_twin):
             new = torch.full((WIDTH,), value, dtype=dtype)
             if edit == "expanded" and not is_twin:
                 new = new[:1].clone().expand(WIDTH)
-            module.register_buffer(
-                name, new.to_sparse() if edit == "sparse" and not is_twin else new
-            )
+            module.register_buffer(name, new)
 
 
 def run_on_rank(programs: Sequence[Program]) -> None:

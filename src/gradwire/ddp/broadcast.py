@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.modules import module as torch_module
 
-from gradwire._groups import check_group, message_device, rank_in_group
+from gradwire._groups import check_group, rank_in_group
 from gradwire._scope import outside_contexts
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.arguments import (
@@ -36,14 +36,6 @@ from gradwire.ddp.faults.error_channel import broadcast_options, waits_on_cpu
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
 from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
 from gradwire.shm import Operations, shm_backend_of
-
-SPARSE_LAYOUTS = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
@@ -109,31 +101,17 @@ def broadcast_values(
 ) -> None:
     """Overwrite a module's tensors on all ranks of a group with the root's values."""
     # Unlike `broadcast_coalesced`, this accepts expanded tensors, of which each element in memory
-    # is sent once; sparse tensors, which take the root's number of entries; and tensors made in
-    # inference mode.
+    # is sent once, and tensors made in inference mode.
     named = list(named)
     for name, t in named:
-        if t.layout is not torch.strided and t.layout not in SPARSE_LAYOUTS:
+        if t.layout is not torch.strided:
             raise ArgumentError(
                 f"{name} has layout {t.layout}, which cannot be broadcast: keep it out of the "
                 "module, or name it in the module's _ddp_params_and_buffers_to_ignore"
             )
     tensors = [t for _, t in named]
     with torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext():
-        if sparse := [t for t in tensors if t.layout is not torch.strided]:
-            _resize_as_root(group, group_src, sparse)
-        _broadcast(group, group_src, [part for t in tensors for part in dense_parts(t)])
-
-
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that hold a tensor's elements, each of them once."""
-    if tensor.layout is torch.strided:
-        return [distinct(tensor)]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        _broadcast(group, group_src, [distinct(t) for t in tensors])
 
 
 def distinct(tensor: Tensor) -> Tensor:
@@ -144,38 +122,6 @@ def distinct(tensor: Tensor) -> Tensor:
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) -> None:
-    """Resize sparse tensors to the root's numbers of entries."""
-    with torch.no_grad():
-        own = [(t._nnz(), t.layout == torch.sparse_coo and t.is_coalesced()) for t in sparse]
-        counts = torch.tensor(own, dtype=torch.int64, device=message_device(group))
-        _broadcast(group, root, [counts])
-        for t, (before, _), (entries, coalesced) in zip(sparse, own, counts.tolist(), strict=True):
-            if t.layout == torch.sparse_coo:
-                if entries != before:
-                    indices, values = t._indices(), t._values()
-                    indices = indices.new_zeros(t.sparse_dim(), entries)
-                    values = values.new_zeros(entries, *values.shape[1:])
-                    t.copy_(torch.sparse_coo_tensor(indices, values, t.shape))
-                t._coalesced_(bool(coalesced))
-            elif entries != before:
-                _resize_compressed(t, entries)
-
-
-def _resize_compressed(tensor: Tensor, entries: int) -> None:
-    outer, inner, values = dense_parts(tensor)
-    batch = outer.dim() - 1
-    new = torch.sparse_compressed_tensor(
-        outer.new_zeros(outer.shape),
-        inner.new_zeros(*inner.shape[:batch], entries),
-        values.new_zeros(*values.shape[:batch], entries, *values.shape[batch + 1 :]),
-        tensor.shape,
-        layout=tensor.layout,
-        check_invariants=False,
-    )
-    tensor.resize_as_sparse_(new)
 
 
 def _broadcast(
@@ -464,34 +410,23 @@ def _storage(tensor: Tensor) -> int:
 
 def _copy(buffer: Tensor) -> Tensor:
     """Return a copy that is expanded like the buffer, so that all ranks send the same bytes."""
-    if buffer.layout != torch.strided:
+    part = distinct(buffer)
+    if part.shape == buffer.shape:
         return buffer.clone()
-    (distinct,) = dense_parts(buffer)
-    if distinct.shape == buffer.shape:
-        return buffer.clone()
-    return distinct.clone().expand(buffer.shape).detach()  # detached, so that it is not a view
+    return part.clone().expand(buffer.shape).detach()  # detached, so that it is not a view
 
 
 def _take_values(buffer: Tensor, values: Tensor) -> None:
     """Give a buffer new values; other references to it keep the old ones."""
-    if _have_same_bits(buffer, values):
+    if torch.equal(_bytes(distinct(buffer)), _bytes(distinct(values))):
         return
     if buffer.is_inference():
         with torch.inference_mode():
-            if buffer.layout == torch.strided:  # an expanded one is not written as a whole
-                (buffer,), (values,) = dense_parts(buffer), dense_parts(values)
-            buffer.copy_(values)
+            distinct(buffer).copy_(distinct(values))  # an expanded one is not written as a whole
     else:
         # the Python object, which modules and users reference, gets the new memory; a graph saves
         # the C++ tensor, which keeps the old memory
         torch._C._swap_tensor_impl(buffer, values)
-
-
-def _have_same_bits(a: Tensor, b: Tensor) -> bool:
-    pairs = [(p, q) for p, q in zip(dense_parts(a), dense_parts(b), strict=True)]
-    if any(p.shape != q.shape for p, q in pairs):
-        return False
-    return all(torch.equal(_bytes(p), _bytes(q)) for p, q in pairs)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

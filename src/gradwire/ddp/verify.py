@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from gradwire._digest import digest
 from gradwire._groups import message_device
-from gradwire.ddp.broadcast import dense_parts
+from gradwire.ddp.broadcast import distinct
 from gradwire.ddp.faults.error_channel import backend_errors
 from gradwire.ddp.faults.fault_domain import wait_for_message
 from gradwire.ddp.reducer.reducer import Reducer
@@ -152,8 +152,9 @@ class _Snapshot:
     def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
         self.step, self.forwards = step, ""
         # subclasses of Parameter are left out
-        self._chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
-        self.digest = digest(part for _, p in self._chosen for part in dense_parts(p.detach()))
+        chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
+        self._chosen = [(n, p) for n, p in chosen if p.layout is torch.strided]
+        self.digest = digest(distinct(p.detach()) for _, p in self._chosen)
         self._held: Description = []
         # the parameters may change before they are compared
         if changes:
@@ -161,6 +162,5 @@ class _Snapshot:
 
     def each(self) -> Description:
         return self._held or [
-            (name, f"digest {digest(dense_parts(p.detach())).hex()[:8]}")
-            for name, p in self._chosen
+            (n, f"digest {digest([distinct(p.detach())]).hex()[:8]}") for n, p in self._chosen
         ]
