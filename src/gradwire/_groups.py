@@ -31,7 +31,7 @@ _BACKENDS: set[finalize[..., Any]] = set()
 
 
 OBSERVERS: list[Callable[..., Any]] = []
-"""Functions through which `collectives` calls a group, with the group, its method and arguments."""
+"""Functions through which `collectives` calls groups: with a method's name, it, and arguments."""
 WEIGHTS: WeakSet[Any] = WeakSet()
 """Weights that `ddp` applies at the end of backward, and `collectives` where it is exchanged."""
 COMPARED_CALLS: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()

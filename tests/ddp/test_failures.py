@@ -174,16 +174,33 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+# with one bucket, nothing is in flight: a collective on shm runs in the thread that waits for it
+@pytest.mark.parametrize(
+    ("other", "cap"),
+    [*((o, 1e-5) for o in OTHERS), ("all_reduce", None), ("norm of another group", None)],
+)
 @on_ranks(2, timeout=60)
-def test_an_exception_while_others_wait_beside_buckets(other):
-    net = DistributedDataParallel(Beside(OTHERS[other]()), bucket_cap_mb=1e-5)
+def test_an_exception_while_others_wait_beside_buckets(other, cap):
+    net = DistributedDataParallel(Beside(OTHERS[other]()), bucket_cap_mb=cap)
     net.register_comm_hook(None, {"sparse": hooks.all_reduce, "hook": waits}.get(other))
     for _ in range(2):
         step(net)
         fail_on_rank_1(net)
     grads = torch.cat([g.to_dense().reshape(-1) for g in step(net)])
     assert torch.equal(*dist_gathered(grads))
+
+
+@on_ranks(3, timeout=60)
+def test_an_exception_while_others_wait_in_different_groups():
+    pair, rank = dist.new_group([1, 2]), dist.get_rank()
+    other = Function(
+        lambda x: C.all_reduce(C.all_reduce(x), group=pair) if rank else C.all_reduce(x)
+    )
+    net = DistributedDataParallel(Beside(other))
+    for _ in range(2):
+        step(net)
+        fail_on_rank_1(net)  # rank 2 waits in `pair`, rank 0 for rank 2
+    step(net)
 
 
 def dist_gathered(x):

@@ -128,7 +128,7 @@ def _call(group: ProcessGroup, backend: Backend, name: str, *args: Any) -> Work:
     dispatched = torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
     collective = getattr(group if dispatched else backend.python or group, name)
     for observe in OBSERVERS:
-        collective = partial(observe, group, collective)
+        collective = partial(observe, group, name, collective)
     work: Work = collective(*args)
     return work
 

@@ -79,9 +79,8 @@ class GroupState:
                 peer.close()  # end the other ranks' waits for this one
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
-        self._placement = segment.placement
+        self._placement, self._tables = segment.placement, segment.tables
         self._compared = [[header[:COMPARED_BYTES] for header in half] for half in segment.headers]
-        self._tables = segment.tables
         self._semaphores.poll = self._check_peers
         self._inline = segment.inline
         # maximum size of data beside the header
@@ -105,6 +104,8 @@ class GroupState:
         self._ring: int | None = None
         # returns True while the main thread only waits for the running operation
         self.is_awaited: Callable[[], bool] = lambda: False
+        # called every 50 ms of a wait, and raises to end it
+        self.on_wait: Callable[[], None] = lambda: None
 
     def begin(self, mark: int, seconds: float) -> None:
         """Begin an operation, before its first `announce`."""
@@ -248,6 +249,7 @@ class GroupState:
         self._upfront.clear()
 
     def _check_peers(self, missing: Sequence[int]) -> None:
+        self.on_wait()
         # read lost peers before the semaphores: a peer may post and then leave, and its post must
         # count
         lost = [peer for peer in missing if peer in self.links.lost]

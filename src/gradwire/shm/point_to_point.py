@@ -47,7 +47,8 @@ class RingMessages:
                 find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
                 self.incoming[peer] = Incoming(peer, state.links, self._mailbox, find)
                 self._outgoing[peer] = Outgoing(peer, state.links, make)
-        state.other, state.links.on_lost = self._deliver, self._on_lost
+        state.other = self._deliver
+        state.links.on_lost = lambda peer: self.incoming[peer].poll
 
     def _deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
         """Handle a message of the connection; see `receive` of `Links`."""
@@ -56,10 +57,6 @@ class RingMessages:
             return incoming.wake
         incoming.add_rest(message)
         return incoming.poll
-
-    def _on_lost(self, peer: int) -> Callable[[], None] | None:
-        """Handle the loss of a peer; see `Links`."""
-        return self.incoming[peer].poll
 
     def send(self, group: Group, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Send a tensor, which can be changed as soon as this returns."""

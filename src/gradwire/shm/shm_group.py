@@ -40,6 +40,9 @@ class Observer(Protocol):
     def polled(self, work: Work) -> Work:
         """Return the handle to use instead of a collective's own."""
 
+    def watched(self, state: Any, run: Callable[[], bool]) -> bool:
+        """Run a collective in this thread, and look for errors elsewhere while it waits."""
+
 
 class Messages(Protocol):
     """Point-to-point messages of a group: `RingMessages`, or `EngineMessages` between hosts."""
@@ -211,8 +214,10 @@ class Group:
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self.seconds
         wait = not opts.asyncOp
-        # an observed operation is waited for by its observer, not in this thread
-        if wait and observer is None and self._run_at_once(job, mark, seconds, entry):
+        run = partial(self._run_at_once, job, mark, seconds, entry)
+        # in a wait between hosts, only the observer's handle can look for errors elsewhere
+        here = wait and (observer is None or isinstance(self.state, SharedMemory))
+        if here and (run() if observer is None else observer.watched(self.state, run)):
             return ended(tensors)
         work = ShmWork(tensors)
         handle: Work = work if observer is None else observer.polled(work)
@@ -313,20 +318,6 @@ class Group:
             self.messages.fail_all(error)
             self._leave("the group was aborted on this rank: make a new one")
 
-    def leave_at_exit(self) -> None:
-        """Leave the group when the process ends."""
-        # an operation in which all ranks take part still ends; a wait for absent ranks must not
-        # delay the process's exit
-        if not self.closed:
-            self.state.abort(BrokenGroupError("the process of this rank ends"))
-        self.shutdown()
-
-    def leave_in_child(self) -> None:
-        """Close inherited sockets in a forked child, in which the group cannot be used."""
-        if not self.closed:
-            self.closed = "this process was forked from a rank: only the rank can use its groups"
-            self.state.close_in_child()
-
     def _release_if_left(self) -> None:
         if self._release_pending and not self._queue.runs_in_this_thread():
             self._release()
@@ -364,12 +355,19 @@ def _outside_modes(job: Job, tensors: Sequence[Tensor]) -> Job:
 def _at_exit() -> None:
     """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
     for group in list(_GROUPS):
-        group.leave_at_exit()
+        # an operation in which all ranks take part still ends; a wait for absent ranks must not
+        # delay the process's exit
+        if not group.closed:
+            group.state.abort(BrokenGroupError("the process of this rank ends"))
+        group.shutdown()
 
 
 def _in_child() -> None:
+    """Close inherited sockets in a forked child, in which groups cannot be used."""
     for group in list(_GROUPS):
-        group.leave_in_child()
+        if not group.closed:
+            group.closed = "this process was forked from a rank: only the rank can use its groups"
+            group.state.close_in_child()
 
 
 atexit.register(_at_exit)

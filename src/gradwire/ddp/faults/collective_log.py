@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,19 +28,13 @@ from torch.distributed.distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire._groups import message_device
 from gradwire._torch import is_done
 from gradwire.ddp.faults.error_channel import (
     ErrorChannel,
     Handle,
-    PolledWork,
     broadcast_options,
     first_failure,
-    timeout_of,
-    wait_work,
-    waits_on_cpu,
 )
 from gradwire.ddp.faults.protocol import (
     BackwardState,
@@ -58,7 +51,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm import Operations, shm_backend_of
+from gradwire.shm import shm_backend_of
 
 Entry = list[Any]
 """Collective as JSON: [op, root, number of the reduce op, lists of tensors].
@@ -73,12 +66,12 @@ MAX_BYTES = 1 << 36
 
 def all_reduce_entry(tensor: Tensor) -> Entry:
     """Return the entry for an all_reduce of one tensor."""
-    return ["allreduce_", 0, 0, [[_describe(tensor)]]]
+    return ["allreduce_", 0, 0, [[describe(tensor)]]]
 
 
 def broadcast_entry(tensor: Tensor, root: int) -> Entry:
     """Return the entry for a broadcast of one tensor."""
-    return ["broadcast_", root, 0, [[_describe(tensor)]]]
+    return ["broadcast_", root, 0, [[describe(tensor)]]]
 
 
 class CollectiveLog:
@@ -169,118 +162,6 @@ def _name_of(group: ProcessGroup) -> str:
         return f"group {id(group)}"
 
 
-class LogMode(TorchDispatchMode):
-    """Dispatch mode in which this thread's collectives are logged, and polled for when waited."""
-
-    # Collectives that a hook's callbacks issue later, on a backend's threads, are not logged:
-    # `protocol.missing` then finds a number that no log has, and the group is broken.
-
-    def __init__(
-        self,
-        logs: Sequence[CollectiveLog],
-        poll: Callable[[], None],
-        groups: Iterable[ProcessGroup] | None = None,
-    ) -> None:
-        # of all groups by default, also of the logs' own ones if they are not registered
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._logs, self._poll = logs, poll
-        if groups is None:
-            own = [group for log in logs if (group := log._group()) is not None]
-            groups = {*own, *dist.distributed_c10d._world.pg_names}
-        self._groups = [g for g in groups if isinstance(g, ProcessGroup)]
-        self._observed: list[tuple[Operations, Any]] = []
-        self._dispatches = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # Dynamo's wrapper would take 7 µs of each operation of a hook
-
-    def __enter__(self) -> LogMode:
-        for group in self._groups:  # calls on shm groups may bypass the dispatcher
-            member = shm_backend_of(group)
-            if member is None:
-                self._dispatches = True
-            else:
-                self._observed.append((member, member.observer))
-                member.observer = _ShmObserver(self, group)
-        if self._dispatches:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._dispatches:
-            super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for member, observer in reversed(self._observed):  # one member may be there twice
-            member.observer = observer
-
-    def add(self, group: ProcessGroup, entry: Entry) -> None:
-        """Log a collective that has just been sent, or is about to be on shm."""
-        for log in self._logs:
-            log.record(group, entry)
-
-    def polled(self, group: ProcessGroup, work: Work, *, on_cpu: bool = True) -> Work:
-        """Return a handle whose `wait` polls."""
-        seconds = timeout_of(group)
-        wait = partial(wait_work, work, self._poll, on_cpu=on_cpu, seconds=seconds)
-        polled = PolledWork(work, wait, self._ended)
-        for log in self._logs:  # they keep it while the dispatcher has only its C++ part
-            log.works.append(polled)
-        return polled
-
-    def _ended(self, work: Work) -> None:
-        for log in self._logs:
-            log.works = [w for w in log.works if w is not work]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            return self._logged(func._schema.name.removeprefix("c10d::"), args, result)
-        return result
-
-    def _logged(self, op: str, args: tuple[Any, ...], result: Any) -> Any:
-        at = next((i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject)), None)
-        if at is None or op in _POINT_TO_POINT:
-            return result
-        group = ProcessGroup.unbox(args[at])
-        if shm_backend_of(group) is not None:
-            return result  # its observer has logged it
-        root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
-        if op == "alltoall_base_" and len({*args[at + 1], *args[at + 2]}) > 1:
-            op = "an all_to_all of uneven parts"  # sizes differ between ranks
-        if op == "_reduce_scatter_base_":
-            op = "a reduce_scatter of Gloo"  # its handle is not done until it is waited for
-        groups = [[a] if isinstance(a, Tensor) else a for a in args[:at]]
-        flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
-        # The reduce op cannot be read here. Gloo and NCCL do not compare it.
-        self.add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
-        device = next((t.device for g in flat for t in g), message_device(group))
-        on_cpu = waits_on_cpu(group, device)
-        values = list(result) if isinstance(result, tuple | list) else [result]
-        for i, value in enumerate(values):
-            work = Work.unbox(value) if isinstance(value, torch.ScriptObject) else None
-            if work is not None:  # NCCL returns none for a blocking collective
-                values[i] = self.polled(group, work, on_cpu=on_cpu).boxed()
-        return tuple(values) if isinstance(result, tuple | list) else values[0]
-
-
-class _ShmObserver(NamedTuple):
-    """Observer of an shm group while a `LogMode` is entered."""
-
-    mode: LogMode
-    group: ProcessGroup
-
-    def sent(self, op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
-        self.mode.add(self.group, [op, root, reduce, [[_describe(t) for t in g] for g in lists]])
-
-    def polled(self, work: Work) -> Work:
-        return self.mode.polled(self.group, work)
-
-
-_POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
-_ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
-"""Position of the root among the arguments of PyTorch's operators, relative to the group."""
 _REDUCTIONS = {
     "allreduce_": ("allreduce", AllreduceOptions),
     "allreduce_coalesced_": ("allreduce_coalesced", AllreduceCoalescedOptions),
@@ -323,7 +204,8 @@ def join(group: ProcessGroup, entry: Entry) -> Work:
     return work
 
 
-def _describe(tensor: Tensor) -> list[Any]:
+def describe(tensor: Tensor) -> list[Any]:
+    """Return a tensor's dtype, device type, shape and sparse dims, as in an `Entry`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     sparse = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else None
     return [dtype, tensor.device.type, list(tensor.shape), sparse]
@@ -494,9 +376,11 @@ class ResynchronizationRound:
         text = f"gradients were not reduced, because of an error elsewhere. {errors}"
         return PeerFailedError(text, self._failures)
 
-    def _exchange_statements(self) -> None:
+    def publish_statement(self) -> None:
         self._publish("statement", asdict(self._statement))
         self._reported = self._reported or self._channel.report()
+
+    def _exchange_statements(self) -> None:
         published = self._channel.published("statement")
         if published is None:
             return

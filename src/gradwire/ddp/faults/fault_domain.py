@@ -20,29 +20,36 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire._engine_errors import backend_failure, is_over
-from gradwire._groups import COMPARED_CALLS, OBSERVERS, find_store
+from gradwire._groups import COMPARED_CALLS, OBSERVERS, find_store, message_device
+from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE
+from gradwire.ddp.faults import error_channel
 from gradwire.ddp.faults.collective_log import (
     UNDECIDED_TEXT,
     CollectiveLog,
-    LogMode,
     Participant,
     Participants,
     ResynchronizationRound,
+    describe,
 )
 from gradwire.ddp.faults.error_channel import (
     ErrorChannel,
+    PolledWork,
     backend_errors,
     timeout_of,
     wait_future,
     wait_work,
+    waits_on_cpu,
 )
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.errors import (
@@ -54,7 +61,7 @@ from gradwire.errors import (
     ReductionError,
 )
 from gradwire.recorder import record_error
-from gradwire.shm import shm_backend_of
+from gradwire.shm import Operations, shm_backend_of
 
 RESYNC_POLL_SECONDS = 2e-3
 _NO_STORE = (
@@ -173,8 +180,9 @@ class FaultDomain:
             self.group, self.channel, self.log, self.participants, error, self.seconds
         )
 
-    def _advance(self) -> bool:
+    def _advance(self, *, joins: bool = True) -> bool:
         """Advance a round of any rank without waiting; return True if there is more to do."""
+        # If it does not join, this rank is in a collective, and only states its position.
         group = self._group()
         # Without a store, the group was destroyed, but is still referenced.
         if group is None or find_store(group) is None:
@@ -192,7 +200,8 @@ class FaultDomain:
                 if not self.channel.error_reported():
                     return False
                 self._round = self._new_round(None)
-            if not self._round.advance():
+            self._round.publish_statement()
+            if not joins or not self._round.advance():
                 return True
             self._end_round(self._round)
         except DistributedError as error:
@@ -372,6 +381,8 @@ class FaultDomain:
 def _live(group: ProcessGroup) -> list[FaultDomain]:
     """Return the domains whose errors a collective on a group may raise."""
     own = _DOMAINS.get(group)
+    if own is not None and len(_DOMAINS) == 1:  # the usual case
+        return [own]
     domains = list(_DOMAINS.values())
     return [d for d in domains if d is own or d.broken is None or d._deferred is not None]
 
@@ -385,25 +396,179 @@ def poll_all(group: ProcessGroup) -> None:
         domain.raise_deferred()
 
 
-def _observe(group: ProcessGroup, collective: Callable[..., Work], *args: Any) -> Work:
+class Observer:
+    """Logs a group's collectives, and polls for errors while this rank waits for them."""
+
+    def __init__(
+        self, group: ProcessGroup, domains: Sequence[FaultDomain], poll: Callable[[], None]
+    ) -> None:
+        self._group, self._domains, self._poll = group, domains, poll
+        self._next_look = 0.0
+
+    def sent(self, op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
+        """Log a collective that has just been sent, or is about to be on shm."""
+        entry = [op, root, reduce, [[describe(t) for t in tensors] for tensors in lists]]
+        for domain in self._domains:
+            domain.log.record(self._group, entry)
+
+    def polled(self, work: Work, *, on_cpu: bool = True) -> Work:
+        """Return a handle whose `wait` polls."""
+        known = FaultDomain.known(self._group)  # asking the group takes 10 µs
+        seconds = timeout_of(self._group) if known is None else known.seconds
+        wait = partial(wait_work, work, self._poll, on_cpu=on_cpu, seconds=seconds)
+        polled = PolledWork(work, wait, self._ended)
+        for domain in self._domains:  # they keep it while the dispatcher has only its C++ part
+            domain.log.works.append(polled)
+        return polled
+
+    def _ended(self, work: Work) -> None:
+        for domain in self._domains:
+            domain.log.works = [w for w in domain.log.works if w is not work]
+
+    def returned(
+        self, op: str, given: Sequence[Any], root: int, splits: Collection[int], work: Work | None
+    ) -> Work | None:
+        """Log a collective that a backend in C++ was given, and return the handle to use."""
+        if op == "alltoall_base_" and len({*splits}) > 1:
+            op = "an all_to_all of uneven parts"  # sizes differ between ranks
+        if op == "_reduce_scatter_base_":
+            op = "a reduce_scatter of Gloo"  # its handle is not done until it is waited for
+        groups = [[a] if isinstance(a, Tensor) else a for a in given]
+        lists = [g[0] if g and isinstance(g[0], list) else g for g in groups]
+        self.sent(op, root, 0, lists)  # Gloo and NCCL do not compare the reduce op
+        if work is None:  # NCCL returns none for a blocking collective
+            return None
+        device = next((t.device for g in lists for t in g), None) or message_device(self._group)
+        return self.polled(work, on_cpu=waits_on_cpu(self._group, device))
+
+    def watched(self, state: Any, run: Callable[[], bool]) -> bool:
+        """Run a collective on shm in this thread; raise errors of other ranks that end it."""
+        before, state.on_wait = state.on_wait, self._look
+        self._next_look = 0.0
+        try:
+            ran = run()
+        finally:
+            state.on_wait = before
+        if self._next_look:  # it took long, perhaps because of an error
+            self._poll()
+        return ran
+
+    def _look(self) -> None:
+        # The collective ends when ranks that are behind join it, which they do once this rank has
+        # stated that it waits. Before, it can send nothing else.
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + error_channel.POLL_SECONDS
+            for domain in list(_DOMAINS.values()):
+                domain._advance(joins=False)
+            for domain in self._domains:
+                if domain.broken is not None:
+                    domain.raise_deferred()
+
+
+class LogMode(TorchDispatchMode):
+    """Dispatch mode in which a hook's collectives, on any group, are observed."""
+
+    # Collectives that a hook's callbacks issue later, on a backend's threads, are not logged:
+    # `protocol.missing` then finds a number that no log has, and the group is broken.
+
+    def __init__(self, domain: FaultDomain, poll: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._domain, self._poll = domain, poll
+        self._observed: list[tuple[Operations, Any]] = []
+        self._dispatches = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Dynamo's wrapper would take 7 µs of each operation of a hook
+
+    def __enter__(self) -> LogMode:
+        # the domain's own group may not be registered
+        for group in {self._domain.group, *dist.distributed_c10d._world.pg_names}:
+            if not isinstance(group, ProcessGroup):
+                continue
+            member = shm_backend_of(group)  # calls on shm groups may bypass the dispatcher
+            if member is None:
+                self._dispatches = True
+            else:
+                self._observed.append((member, member.observer))
+                member.observer = self._observer(group)
+        if self._dispatches:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._dispatches:
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for member, observer in reversed(self._observed):  # one member may be there twice
+            member.observer = observer
+
+    def _observer(self, group: ProcessGroup) -> Observer:
+        return Observer(group, [self._domain], self._poll)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        at = next((i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject)), None)
+        if func.namespace != "c10d" or at is None:
+            return result
+        op, group = func._schema.name.removeprefix("c10d::"), ProcessGroup.unbox(args[at])
+        if op in _POINT_TO_POINT or shm_backend_of(group) is not None:  # whose observer logs it
+            return result
+        values = list(result) if isinstance(result, tuple | list) else [result]
+        place = next((i for i, v in enumerate(values) if isinstance(v, torch.ScriptObject)), None)
+        work = None if place is None else Work.unbox(values[place])
+        root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
+        splits = (*args[at + 1], *args[at + 2]) if op == "alltoall_base_" else ()
+        polled = self._observer(group).returned(op, args[:at], root, splits, work)
+        if place is not None and polled is not None:
+            values[place] = polled.boxed()
+        return tuple(values) if isinstance(result, tuple | list) else values[0]
+
+
+_POINT_TO_POINT = ("send", "recv", "recv_", "recv_any_source_")
+_ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
+"""Position of the root among the arguments of PyTorch's operators, relative to the group."""
+_OPERATORS = {
+    ALL_GATHER_SINGLE: "_allgather_base_",
+    ALL_TO_ALL_SINGLE: "alltoall_base_",
+    REDUCE_SCATTER_SINGLE: "_reduce_scatter_base_",
+}
+"""Operators of methods of a group that do not have the method's name."""
+
+
+def _observe(group: ProcessGroup, method: str, call: Callable[..., Work], *args: Any) -> Any:
     """Call a collective of `gradwire.collectives`, as the reducers' own ones are called."""
     # if an exception ended a backward here, it would meet a bucket that other ranks wait in. It may
     # be on another group than the reducers': a rank that waits in it must learn of their errors
     domains = _live(group)
     if not domains:
-        return collective(*args)
-    poll, own = partial(poll_all, group), _DOMAINS.get(group, domains[0])
-    with own.lock:
+        return call(*args)
+    poll, own = partial(poll_all, group), _DOMAINS.get(group)
+    with (own or domains[0]).lock:
         for domain in domains:
             domain.before_others()
-        own.has_collectives |= own._group() is group
-        hook = own.hook_future if own._group() is group else None
-        # in backward, callbacks of a hook may still send: that must come first on all ranks
-        in_backward = torch._C._current_graph_task_id() != -1
-        if hook and in_backward and (late := wait_future(hook, poll, own.seconds)):
-            own.give_up(own.translate(late, "a communication hook"), late)
-        with LogMode([d.log for d in domains], poll, [group]):
-            return collective(*args)
+        if own is not None:
+            own.has_collectives = True
+            hook = own.hook_future
+            # in backward, callbacks of a hook may still send: that must come first on all ranks
+            in_backward = hook and torch._C._current_graph_task_id() != -1
+            if hook and in_backward and (late := wait_future(hook, poll, own.seconds)):
+                own.give_up(own.translate(late, "a communication hook"), late)
+        if method in _POINT_TO_POINT:
+            return call(*args)
+        observer, member = Observer(group, domains, poll), shm_backend_of(group)
+        if member is not None:
+            before, member.observer = member.observer, observer
+            try:
+                return call(*args)
+            finally:
+                member.observer = before
+        work, op = call(*args), _OPERATORS.get(method, f"{method}_")
+        given = [a for a in args[:2] if isinstance(a, Tensor | list)]
+        root = args[-1].rootRank if op in _ROOT_AFTER_GROUP else 0
+        splits = (*args[2], *args[3]) if op == "alltoall_base_" else ()
+        return observer.returned(op, given, root, splits, work)
 
 
 OBSERVERS.append(_observe)

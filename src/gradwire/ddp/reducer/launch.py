@@ -23,7 +23,6 @@ from gradwire._engine_errors import is_transport
 from gradwire._groups import cpu_capable, message_device
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket, SparseBucket
 from gradwire.ddp.faults.collective_log import (
-    LogMode,
     Participant,
     all_reduce_entry,
     broadcast_entry,
@@ -36,7 +35,7 @@ from gradwire.ddp.faults.error_channel import (
     wait_work,
     waits_on_cpu,
 )
-from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.fault_domain import FaultDomain, LogMode
 from gradwire.ddp.reducer.weights import Tally
 from gradwire.errors import BrokenGroupError, DistributedError
 from gradwire.hooks import GradBucket, SparseSum, StatefulHook, as_future, parse_hook_result
@@ -117,7 +116,7 @@ class Launcher:
         elif isinstance(bucket, SparseBucket):
             total = bucket.total
             total.pack(bucket.flat)
-            with LogMode([self._domain.log], self._poll):
+            with LogMode(self._domain, self._poll):
                 works = [total.send()]
             self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
@@ -138,7 +137,7 @@ class Launcher:
             index, bucket.flat, bucket.parameters, is_last=is_last, names=names, like=like
         )
         try:
-            with LogMode([self._domain.log], self._poll):
+            with LogMode(self._domain, self._poll):
                 future = as_future(self.hook.run_hook(grad_bucket), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what + self.note)
@@ -164,7 +163,7 @@ class Launcher:
             if total is None or launched.complete:
                 continue
             self._wait(launched)
-            with LogMode([self._domain.log], self._poll):
+            with LogMode(self._domain, self._poll):
                 work = total.send_rest()
             if work is not None:
                 launched.works = [*launched.works, work]
@@ -207,7 +206,7 @@ class Launcher:
             return
         before = self._domain.log.counts()
         try:
-            with LogMode([self._domain.log], self._poll):
+            with LogMode(self._domain, self._poll):
                 self.hook.committed()
         except BaseException as error:
             if isinstance(error, Exception):
