@@ -64,14 +64,6 @@ def test_torchs_dumps_without_groups(tmp_path):
     assert (code, found["findings"][0]["ranks"], found["dumps"]) == (1, [1], [0, 1, 2])
 
 
-def test_different_size_names_the_minority(tmp_path):
-    same = [entry(1), entry(2)]
-    write(tmp_path, [*same, entry(3, size=9, done=False)], [*same, entry(3)], [*same, entry(3)])
-    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
-    assert (first["kind"], first["ranks"]) == ("mismatch", [0])
-    assert "(another size, number 3 of group 0)" in first["summary"]
-
-
 def test_crash_of_a_process_that_left_no_dump(tmp_path):
     same = [entry(1), entry(2)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
@@ -97,17 +89,6 @@ def test_skipped_call(tmp_path):
     (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
     assert (first["kind"], first["ranks"]) == ("skipped", [1])
     assert "all_reduce of [4]" in first["summary"]
-
-
-def test_groups_in_different_orders_are_a_deadlock(tmp_path):
-    both = [entry(1, group="1"), entry(1, group="2", at=2)]  # reveals the groups' ranks
-    ranks = [
-        [entry(1), *both, entry(2, group="1", done=False, at=6)],
-        [entry(1), *both, entry(2, group="2", done=False, at=6)],
-    ]
-    write(tmp_path, *ranks)
-    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
-    assert (first["kind"], first["ranks"], first["confidence"]) == ("deadlock", [], "unclear")
 
 
 def test_slow_rank_without_failure(tmp_path):
@@ -223,119 +204,6 @@ def test_field_of_a_wrong_type_does_not_hide_other_dumps(tmp_path, wrong):
     verdict = json.loads(out)
     assert (code, verdict["findings"][0]["ranks"]) == (1, [1])
     assert "the dumps of rank 3 cannot be read" in verdict["notes"]
-
-
-def test_data_loader_error_within_a_collective(tmp_path):
-    """Gloo's errors have the same type and line."""
-    whole = [entry(1), entry(2), entry(3, done=False)]
-    for rank, own in enumerate((False, True, False)):
-        line = {"name": "step", "filename": "/home/me/train.py", "line": 10}
-        event = EVENT | {"type": "RuntimeError", "lines": [line], "own": own, "time": 9_000_000}
-        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-        record = {"entries": whole, "pg_config": config, "gradwire": {"events": [event]}}
-        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
-    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
-    assert (first["kind"], first["ranks"]) == ("error", [1])
-
-
-def three_ranks(directory, *ranks):
-    """Write each rank's calls, errors and more, on one clock."""
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    for rank, (entries, events, more) in enumerate(ranks):
-        extra = {"world_size": 3, "clock": "one", "events": events, **more}
-        record = {"entries": entries, "pg_config": config, "gradwire": extra}
-        (directory / f"rank_{rank}").write_bytes(pickle.dumps(record))
-    return json.loads(explained(directory, "--json")[1])["findings"][0]
-
-
-def shm_entry(number, **more):
-    """Return a call with an end, as shm records it."""
-    end = None if more.get("done") is False else number * 1_000_000 + 1
-    return entry(number, **more) | {"time_discovered_completed_ns": end}
-
-
-def test_wait_of_a_handle_may_be_for_a_message(tmp_path):
-    """Rank 1 did not send the message, and is in the all_reduce with rank 0."""
-    before, after = [shm_entry(1), shm_entry(2)], shm_entry(3, line=30, done=False)
-    line = {"name": "step", "filename": "/home/me/train.py", "line": 20}
-    late = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "wait"}
-    lost = EVENT | {"type": "PeerLostError", "lines": [line | {"line": 30}], "call": "all_reduce"}
-    first = three_ranks(
-        tmp_path,
-        ([*before, after], [lost], {"reason": "exit"}),
-        ([*before, after], [lost], {"reason": "exit"}),
-        (before, [late], {"reason": "exit"}),
-    )
-    assert (first["kind"], first["ranks"]) == ("unclear", [])
-    assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][-1]
-
-
-def test_dump_at_exit_counts_though_it_is_older(tmp_path):
-    """The dump is slightly older than the call that its rank never made."""
-    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
-    ended = {"reason": "exit", "taken_ns": 2_500_000}
-    first = three_ranks(
-        tmp_path,
-        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
-        (whole[:2], [], ended),
-        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
-    )
-    assert (first["kind"], first["ranks"]) == ("finished early", [1])
-    assert "left no dump" not in first["summary"]
-
-
-@pytest.mark.parametrize("all_ranks", [False, True])
-def test_interrupt_in_own_code_is_not_a_wait(tmp_path, all_ranks):
-    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
-    line = {"name": "load", "filename": "/home/me/train.py", "line": 5}
-    interrupt = EVENT | {"type": "KeyboardInterrupt", "lines": [line], "time": 4_000_000}
-    lost = interrupt | {"type": "PeerLostError", "call": "all_reduce"}
-    theirs = interrupt | {"call": "all_reduce"} if all_ranks else lost
-    more = {"reason": "exit", "taken_ns": 9_000_000}
-    if all_ranks:  # rank 2 was also computing
-        ranks = [(whole, [theirs], more), (whole[:2], [interrupt], more)]
-        first = three_ranks(tmp_path, *ranks, (whole[:2], [interrupt], more))
-        assert (first["kind"], first["ranks"]) == ("nothing", [])
-        return
-    others = (whole, [theirs], more)
-    first = three_ranks(tmp_path, others, (whole[:2], [interrupt], more), others)
-    assert (first["kind"], first["ranks"]) == ("error", [1])
-    assert "rank 1 was interrupted by SIGINT at train.py:5 in load" in first["summary"]
-    assert "SIGINT" in first["remedies"][0]
-
-
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("after", [5_000, 500])
-def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
-    """The late rank calls send, or makes the collective in the end."""
-    line = {"name": "stage", "filename": "/home/me/train.py", "line": 5}
-    event = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "recv"}
-    event["time"] = 1_000_000_000
-    first = [event], {"reason": "exit", "taken_ns": 1_200_000_000}
-    lost = event | {"type": "PeerLostError", "call": "send", "lines": [line | {"line": 8}]}
-    lost["time"] = 1_000_000_000 + after * 1_000_000
-    last = [lost], {"reason": "exit", "taken_ns": lost["time"] + 1}
-    calls = [shm_entry(1), shm_entry(2, done=False)] if called else []
-    late = [shm_entry(1), shm_entry(2, done=False, at=999 + after)] if called else []
-    found = three_ranks(tmp_path, (calls, *first), (late, *last), (calls, *first))
-    if after == 500 and not called:  # it may have waited as well
-        assert (found["kind"], found["ranks"]) == ("unclear", [])
-        return
-    assert (found["kind"], found["ranks"]) == ("missing", [1])
-    said = "came 6.0 s after" if called and after == 5000 else "ranks 0 and 2 wait"
-    assert said in found["summary"]
-    assert any("its last call was the" in detail for detail in found["details"]) == called
-
-
-def test_mismatch_found_by_the_ranks(tmp_path):
-    """Only the errors show the disagreement; the recorded calls look alike."""
-    line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
-    text = "ranks disagree on all_gather's number of elements: rank 0 has 3 for rank 1"
-    error = EVENT | {"type": "MismatchError", "message": text, "lines": [line]}
-    ranks = [([shm_entry(1)], [error], {"reason": "exit"})] * 3
-    first = three_ranks(tmp_path, *ranks)
-    assert (first["kind"], first["ranks"], first["summary"]) == ("mismatch", [], text)
-    assert first["places"] == ["/home/me/train.py:5"]
 
 
 def test_damaged_pickle_allocates_no_memory(tmp_path):

@@ -86,6 +86,14 @@ def train(
     return weights(model)
 
 
+def take(step: elastic.Step, model: nn.Module, *stepped: Any) -> None:
+    """Take a step."""
+    with step:
+        for shard in step.shards:
+            step.backward(model(X[step.sample_ids(shard)]).square().mean())
+        step.commit(*stepped)
+
+
 def together(*members: Callable[[], Any]) -> list[Any]:
     """Run members in threads of this process; their results, or what they raised."""
     results: list[Any] = [None] * len(members)
@@ -228,10 +236,7 @@ def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Pa
         numbers = []
         for step in run.steps(steps, samples=len(X), batch=16):
             numbers.append(step.number)
-            with step:
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
-                step.commit(optimizer)
+            take(step, model, optimizer)
         assert numbers == list(range(0 if steps == 2 else 2, steps))
         run.save(tmp_path)
         return weights(model)
@@ -259,10 +264,7 @@ def test_a_checkpoint_is_resumed_with_the_same_order_of_samples(
         run.load(tmp_path)
         runs.append(run)
         for step in run.steps(steps, **given):
-            with step:
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).mean())
-                step.commit()
+            take(step, model)
         run.save(tmp_path)
 
     train(2)
@@ -285,10 +287,7 @@ def test_the_last_save_needs_any_member(
         for step in run.steps(100 if breaks else 2, samples=len(X), batch=16):
             if step.number == 2:
                 break
-            with step:
-                for shard in step.shards:
-                    step.backward(model(X[step.sample_ids(shard)]).mean())
-                step.commit()
+            take(step, model)
         del step
         if run.rank in savers:
             assert run.save(tmp_path, keep=1).is_dir()
@@ -301,21 +300,6 @@ def test_the_last_save_needs_any_member(
     assert again.load(tmp_path)
     again._runtime.stop()
     assert equal(weights(loaded), found[0])
-
-
-def test_a_loader_fetches_what_the_run_deals(store: dist.Store) -> None:
-    run = join(store, shards=4)
-    model = net()
-    run.keep(model=model)
-    loader = elastic.ShardLoader(run, X)
-    for step in run.steps(3, samples=len(X), batch=16):
-        with step:
-            for shard in step.shards:
-                x = loader[step, shard]
-                assert torch.equal(x, X[step.sample_ids(shard)])
-                assert torch.equal(x, loader[step, shard])  # it is kept for a repetition
-                step.backward(model(x).mean())
-            step.commit()
 
 
 @pytest.mark.wide
@@ -469,16 +453,6 @@ def test_a_step_is_begun_once_and_while_the_run_lasts(store: dist.Store) -> None
     del steps
     with pytest.raises(ReductionError, match=r"keep what run\.steps returned"), last:
         pass
-
-
-@pytest.mark.wide
-def test_other_models_are_told_apart(store: dist.Store) -> None:
-    def member() -> None:
-        run = join(store, members=2)
-        train(run, net() if run.number == 1 else nn.Linear(4, 1).double())
-
-    raised = together(member, member)
-    assert any(isinstance(error, MismatchError) and "model" in str(error) for error in raised)
 
 
 @pytest.mark.wide

@@ -313,10 +313,11 @@ def _differences(plan: Plan, got: Sequence[Any], want: Sequence[Any]) -> list[st
                     far = (a - b).abs().max().item()
                     return [f"rank {rank}, step {step}, parameter {i}: off by {far:.3g}"]
     for step in range(plan.steps):
-        together = plan.at("synchronize", step) or (
-            plan.fragments == 1 and not plan.delay and not (step + 1) % plan.every
-        )
-        for i in plan.active(step) if together else []:
+        active = plan.active(step)
+        runs = assign_fragments([got[0][step][i].nbytes for i in active], plan.fragments)
+        sent = due(step + 1, plan.every, plan.fragments) if not plan.delay else ()
+        together = [active[n] for fragment in sent for n in runs[fragment]]
+        for i in active if plan.at("synchronize", step) else together:
             if not all(torch.equal(rank[step][i], got[0][step][i]) for rank in got):
                 return [f"step {step}, parameter {i}: ranks differ"]
     return []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,25 +116,6 @@ def test_hooks_and_closures_run():
 
     first, second = run_ranks(main, 2)
     assert first == second
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies_continue(how):
-    def main():
-        net, optimizer = made(hook="int8")
-        lr_scheduler.StepLR(optimizer, 1)  # replaces the method step
-        both = net, optimizer
-        for step in range(5):
-            for each, steps in {id(both[0]): both, id(net): (net, optimizer)}.values():
-                steps.zero_grad()
-                loss(each, step, dist.get_rank()).backward()
-                steps.step()
-            assert both[0].weight.tolist() == net.weight.tolist()
-            if step == 2:
-                both = how((net, optimizer))
-                assert both[0].weight is both[1].param_groups[0]["params"][0]
-
-    run_ranks(main, 2)
 
 
 def test_states_of_other_optimizers_are_refused():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
-from gradwire.local_sgd import LocalSGD, diloco
+from gradwire.local_sgd import LocalSGD
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -25,66 +25,6 @@ def backward(net, step=0):
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     net.zero_grad()
     net(torch.randn(4, 2, generator=generator)).square().sum().backward()
-
-
-def values(net):
-    return [p.tolist() for p in net.parameters()]
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.narrow({"momentum": 0.9})
-def test_thawed_parameters_are_exchanged(momentum):
-    """The result is the same as if they had been exchanged from the beginning."""
-
-    def main():
-        net, twin = model(), model()
-        for each in (net, twin):
-            each[0].requires_grad_(False)
-        made = [
-            diloco(torch.optim.SGD(m.parameters(), lr=0.1), given, every=2, momentum=momentum)
-            for m, given in ((net, net.named_parameters()), (twin, twin))
-        ]
-        twin[0].requires_grad_(True)
-        for step in range(6):
-            if step == 3:  # between two exchanges
-                net[0].requires_grad_(True)
-            for each, optimizer in zip((net, twin), made, strict=True):
-                backward(each, step)
-                if step < 3:
-                    each[0].weight.grad = each[0].bias.grad = None
-                optimizer.step()
-        assert values(net) == values(twin)
-        return values(net)
-
-    first, second = run_ranks(main, 2)
-    assert first == second
-
-
-def test_a_state_with_thawed_parameters_is_loaded():
-    def main():
-        def made(thawed):
-            net = model()
-            net[0].requires_grad_(thawed)
-            sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-            return net, diloco(sgd, net, every=2, fragments=2)
-
-        net, optimizer = made(thawed=False)
-        for step in range(4):
-            net[0].requires_grad_(step >= 1)
-            backward(net, step)
-            optimizer.step()
-            if step == 2:
-                saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-        for thawed in (False, True):
-            again, resumed = made(thawed)
-            again.load_state_dict(saved[0])
-            resumed.load_state_dict(copy.deepcopy(saved[1]))
-            again[0].requires_grad_(True)
-            backward(again, 3)
-            resumed.step()
-            assert values(again) == values(net), thawed
-
-    run_ranks(main, 2)
 
 
 def test_a_parameter_thawed_on_one_rank_is_named_on_all():

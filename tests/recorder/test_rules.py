@@ -249,7 +249,7 @@ def test_ranks_without_dumps_count_for_the_majority(run, missing, named):
     run = run(world)
     for rank in range(world - missing):
         run.rank(rank, [call(1, 1), call(2, 2, size=9 if rank == 2 else 4, done=False)])
-    run.says(Kind.MISMATCH, named)
+    run.says(Kind.MISMATCH, named, "(another size, number 2 of group 0)" if named else "")
 
 
 @pytest.mark.parametrize(
@@ -265,14 +265,61 @@ def test_ranks_that_differ_from_rank_0_may_be_right(run, world, failed, named):
     run.says("", named, "does not match")
 
 
-def test_rank_that_waits_for_a_message_may_be_right(run):
+@pytest.mark.parametrize("how", ["recv", "wait"])  # a handle's wait may be for a message
+def test_rank_that_waits_for_a_message_may_be_right(run, how):
     """Rank 2 did not send it."""
     run = run(3)
     line = [{"name": "step", "filename": FILE, "line": 30}]
-    run.rank(0, STEPS, [error(9, "CollectiveTimeoutError", call="recv", lines=line)])
+    run.rank(0, STEPS, [error(9, "CollectiveTimeoutError", call=how, lines=line)])
     for rank in (1, 2):
         run.rank(rank, [*STEPS, LAST], [error(9.1, waited=True, call="all_reduce")])
-    run.says("", ())
+    found = run.says("", ())
+    assert "rank 0: CollectiveTimeoutError at train.py:30 in step" in found.details[0]
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_interrupt_in_own_code_is_not_a_wait(run, all_ranks):
+    """Ctrl-C reaches rank 1 alone, or all ranks, of which rank 2 was computing as well."""
+    run, interrupt = run(3), error(5, "KeyboardInterrupt", line=5)
+    lost = error(5, "KeyboardInterrupt" if all_ranks else "PeerLostError", call="all_reduce")
+    for rank in range(3):
+        waits = rank == 0 or (rank == 2 and not all_ranks)
+        run.rank(rank, [*STEPS, LAST] if waits else STEPS, [lost if waits else interrupt], taken=9)
+    if all_ranks:
+        run.says(Kind.NOTHING, ())
+    else:
+        found = run.says(Kind.ERROR, (1,), "was interrupted by SIGINT at train.py:5 in step")
+        assert "SIGINT" in found.remedies[0]
+
+
+@pytest.mark.parametrize(("after", "kind", "named"), [(5, "missing", (1,)), (0.5, "unclear", ())])
+def test_rank_that_sends_after_others_have_given_up(run, after, kind, named):
+    """One that comes soon after may have waited as well."""
+    run = run(3)
+    for rank in range(3):
+        own = error(10, "CollectiveTimeoutError", call="recv", line=5)
+        if rank == 1:
+            own = error(10 + after, "PeerLostError", call="send", line=8)
+        run.rank(rank, (), [own], taken=10.2 if rank != 1 else 10 + after)
+    run.says(kind, named)
+
+
+def test_data_loader_error_within_a_collective(run):
+    """Gloo's errors have the same type and line."""
+    run = run(3)
+    for rank in range(3):
+        run.rank(rank, [*STEPS, LAST], [error(9, own=rank == 1)])
+    run.says(Kind.ERROR, (1,))
+
+
+def test_mismatch_found_by_the_ranks(run):
+    """Only the errors show the disagreement; the recorded calls look alike."""
+    run = run(3)
+    text = "ranks disagree on all_gather's number of elements: rank 0 has 3 for rank 1"
+    for rank in range(3):
+        run.rank(rank, STEPS, [error(4, "MismatchError", text, line=5)])
+    found = run.says(Kind.MISMATCH, (), text)
+    assert found.places == [f"{FILE}:5"]
 
 
 # -- what is no first cause, and what has no first ----------------------------------------------

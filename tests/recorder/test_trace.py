@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
-import os
-import shutil
-import subprocess
 import threading
 import time
 from itertools import pairwise
@@ -24,11 +20,10 @@ from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder import tracing
 from gradwire.recorder.recording import CollectionRecord, StepRecord
-from gradwire.recorder.trace import LANES, page_of, read_trace, summarize
+from gradwire.recorder.trace import page_of, read_trace, summarize
 from gradwire.recorder.tracing import Offset, find_offset, part_of
 from gradwire.testing import run_ranks
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 STEPS = 3
 
 
@@ -275,140 +270,3 @@ def test_profiler_has_ranges_of_buckets():
     for names in run_ranks(main, backend="shm"):
         assert any(name.startswith("gradwire: pack bucket of") for name in names)
         assert any(name.startswith("gradwire: send bucket of") for name in names)
-
-
-class Browser:
-    """Headless Chromium, controlled over two pipes."""
-
-    def __init__(self, profile: Path) -> None:
-        read_by_it, self._write = os.pipe()
-        self._read, written_by_it = os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_by_it, written_by_it)]
-
-        def as_3_and_4() -> None:
-            for number, end in enumerate(ends, 3):
-                os.dup2(end, number)
-
-        self.process = subprocess.Popen(
-            [CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"],
-            preexec_fn=as_3_and_4,
-            pass_fds=(3, 4),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for end in (*ends, read_by_it, written_by_it):
-            os.close(end)
-        self._number, self._rest, self.events = 0, b"", []
-        self.session = None
-
-    def call(self, method, **parameters):
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._next()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self.events.append(answer)
-
-    def _next(self):
-        while b"\0" not in self._rest:
-            data = os.read(self._read, 1 << 16)
-            assert data, "the browser has ended"
-            self._rest += data
-        message, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(message)
-
-    def open(self, address):
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self.session = attached["sessionId"]
-        for domain in ("Network", "Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
-        size = {"width": 1200, "height": 700, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=address)
-        loaded = f"location.href == '{address}' && document.readyState == 'complete'"
-        assert wait_until(lambda: self.value(loaded), 30)
-
-    def value(self, expression):
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def mouse(self, kind, x, y, **more):
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        os.close(self._read)
-        os.close(self._write)
-
-
-def _with_many_events(trace, count):
-    data = json.loads(trace.read_text())
-    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
-    whole = max(event["ts"] + event["dur"] for event in slices)
-    for number in range(1, count // len(slices)):
-        data["traceEvents"] += [e | {"ts": e["ts"] + number * whole} for e in slices]
-    return data
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: set CHROMIUM to one")
-def test_page_in_a_browser(trace, tmp_path):
-    page = tmp_path / "run.html"
-    page.write_text(page_of(json.loads(trace.read_text()), "run.json"), encoding="utf-8")
-    big = tmp_path / "big.html"
-    big.write_text(page_of(_with_many_events(trace, 150_000), "big"), encoding="utf-8")
-    browser = Browser(tmp_path / "profile")
-    try:
-        browser.open(big.as_uri())
-        assert browser.value("document.querySelectorAll('.slice').length") > 0
-        browser.events.clear()
-        browser.open(page.as_uri())
-        lanes = browser.value("[...document.querySelectorAll('.lane')].map(e => e.textContent)")
-        assert lanes == [f"rank {rank}: {lane}" for rank in (0, 1) for lane in LANES]
-        count = "document.querySelectorAll('.slice').length"
-        backwards = "data.events.filter(e => e[4] == 'backward').map(e => e[0])"
-        assert browser.value(backwards) == [0] * STEPS + [1] * STEPS
-        whole = browser.value(count)
-        assert 0 < whole <= browser.value("data.events.length")  # short ones are drawn together
-        drawn = "[...document.querySelectorAll('.slice')].map(e => +e.dataset.count)"
-        assert sum(browser.value(drawn)) == browser.value("data.events.length")
-        assert browser.value("document.querySelectorAll('#legend span').length") >= 4
-        assert "waited" in browser.value("document.getElementById('verdict').textContent")
-        # hover
-        at = browser.value(
-            "(() => { const i = data.events.findIndex(e => e[4].startsWith('rank 1'));"
-            "const b = document.querySelector(`[data-index='${i}']`).getBoundingClientRect();"
-            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-        )
-        browser.mouse("mouseMoved", *at)
-        tip = browser.value("tip.style.display == 'block' ? tip.textContent : ''")
-        assert tip.startswith("rank 0: rank 1")
-        assert "op: all_reduce" in tip
-        # zoom in and out
-        for _ in range(12):
-            browser.mouse("mouseWheel", *at, deltaX=0, deltaY=-100)
-        assert browser.value("(to - from) / whole") < 0.1
-        assert browser.value(count) < whole
-        for clicks in (1, 2):
-            for kind in ("mousePressed", "mouseReleased"):
-                browser.mouse(kind, *at, button="left", clickCount=clicks)
-        assert browser.value("to - from == whole")
-        requests = {
-            event["params"]["request"]["url"]
-            for event in browser.events
-            if event["method"] == "Network.requestWillBeSent"
-        }
-        assert requests == {page.as_uri()} or requests == {page.as_uri(), "data:,"}
-        problems = {"Runtime.exceptionThrown", "Log.entryAdded"}
-        assert [event for event in browser.events if event["method"] in problems] == []
-    finally:
-        browser.close()

@@ -13,7 +13,6 @@ import gradwire.shm
 from gradwire._limits import check_available, cores
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm import segment
-from gradwire.testing import run_ranks
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:  8388608 kB\nMemAvailable:  {available} kB\nSwapFree:  {swap} kB\n"
@@ -118,7 +117,8 @@ def test_concurrent_allocations_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         segment.create(3 * segment._ALLOCATED_AT_ONCE)
 
 
-def too_much():
+@pytest.mark.on_ranks(2)
+def test_a_tensor_that_does_not_fit_is_refused_and_the_group_goes_on():
     """An allocation is one rank's alone: it fails there, and the group goes on."""
     sizes = [1 << 50, (1 << 32, 1 << 32), 1 << 70]
     if dist.get_rank() == 0:
@@ -127,15 +127,12 @@ def too_much():
                 gradwire.shm.empty(shape, dtype=torch.uint8)
     x = torch.ones(300_000)
     dist.all_reduce(x)
-    return x[0].item()
+    assert x[0] == 2
 
 
-def test_a_tensor_that_does_not_fit_is_refused_and_the_group_goes_on():
-    assert run_ranks(too_much, 2, backend="shm", timeout=20) == [2.0, 2.0]
-
-
-def crowded_out():
-    """Rank 1 has no memory for staging: no rank waits for it."""
+@pytest.mark.on_ranks(3)
+def test_a_collective_without_memory_for_staging_fails_on_every_rank():
+    """Rank 1 has none: no rank waits for it."""
     group = dist.new_group(backend="shm")
     x = torch.ones(300_000)
     original = segment.check_available
@@ -149,16 +146,11 @@ def crowded_out():
     with pytest.raises(BrokenGroupError, match="make a new one"):
         dist.all_reduce(x, group=group)
     dist.barrier()
-    return type(caught.value).__name__
+    assert caught.type is (DistributedError if dist.get_rank() == 1 else PeerFailedError)
 
 
 def no_memory(size):
     raise MemoryError("the host leaves 0 bytes")
-
-
-def test_a_collective_without_memory_for_staging_fails_on_every_rank():
-    kinds = run_ranks(crowded_out, 3, backend="shm", timeout=20)
-    assert kinds == [PeerFailedError.__name__, DistributedError.__name__, PeerFailedError.__name__]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from gradwire import all_reduce
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.recorder.flight_record import flight_record
 from gradwire.shm.process_group import ShmBackend
-from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -31,11 +30,8 @@ since_215 = pytest.mark.skipif(
 )
 
 
-def on_ranks(function, world=2, args=()):
-    return run_ranks(function, world, backend="shm", timeout=60, args=args)
-
-
-def identity():
+@pytest.mark.on_ranks(2)
+def test_the_group_is_torch_s_own():
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
     assert type(group) is dist.ProcessGroup
@@ -46,11 +42,9 @@ def identity():
     named = dist.new_group(group_desc="two of them")
     assert named.group_desc == "two of them"
     assert named.group_name != group.group_name
-    return group.group_name
-
-
-def test_the_group_is_torch_s_own():
-    assert on_ranks(identity)[0] == on_ranks(identity)[1]
+    names = [None] * 2
+    dist.all_gather_object(names, group.group_name)
+    assert names == [group.group_name] * 2
 
 
 @pytest.mark.on_ranks(2)
@@ -103,20 +97,17 @@ def test_torch_s_profiler_and_comm_debug_mode_see_collectives():
     assert counts["c10d::allreduce_"] == 2
 
 
-def recorded():
+@since_215
+@pytest.mark.on_ranks(2)
+def test_shm_records_itself_and_torch_s_recorder_does_not_do_so_again():
     group = dist.new_group(group_desc="recorded")
     dist.all_reduce(torch.ones(2, 3), group=group)
     dist.broadcast(torch.ones(5), 0, group=group)
     mine = [e for e in flight_record()["entries"] if e["process_group"][1] == "recorded"]
     attached = dist.distributed_c10d._world.pg_flight_recorder_hooks
     ops = [(e["op"], e["input_sizes"], e["retired"]) for e in mine if e["op"] != "barrier"]
-    return ops, group in attached
-
-
-@since_215
-def test_shm_records_itself_and_torch_s_recorder_does_not_do_so_again():
-    expected = [("all_reduce", [[2, 3]], True), ("broadcast", [[5]], True)]
-    assert on_ranks(recorded) == [(expected, False)] * 2
+    assert ops == [("all_reduce", [[2, 3]], True), ("broadcast", [[5]], True)]
+    assert group not in attached
 
 
 @since_215

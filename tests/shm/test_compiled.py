@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gradwire.testing import run_ranks
 
@@ -72,21 +71,3 @@ def all_compiled():
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_functions_with_a_collective_inside(backend):
     run_ranks(all_compiled, backend=backend, timeout=100)
-
-
-@pytest.mark.on_ranks(timeout=100)
-def test_torch_s_ddp_compiled():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    x = torch.randn(4, 8) * (1 + dist.get_rank())
-    net(x).square().mean().backward()
-    expected = [p.grad.clone() for p in net.parameters()]
-    for grad in expected:
-        dist.all_reduce(grad, dist.ReduceOp.AVG)
-    net.zero_grad()
-    model = torch.compile(nn.parallel.DistributedDataParallel(net), backend="eager")
-    for _ in range(3):
-        net.zero_grad()
-        model(x).square().mean().backward()
-        torch.testing.assert_close([p.grad for p in net.parameters()], expected)

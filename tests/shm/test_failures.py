@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -49,56 +50,51 @@ def collectives(count):
     }
 
 
-def disagreeing():
-    """Both ranks' message, and that the group goes on."""
-    rank = dist.get_rank()
-    messages = []
-    for mine, theirs in (
-        (lambda: dist.all_reduce(torch.ones(3)), dist.barrier),
+def mismatches():
+    """What each of two ranks calls, and the error of both."""
+    reduce, ones, world = dist.all_reduce, torch.ones, dist.group.WORLD
+    text = "ranks disagree on "
+    return [
         (
-            lambda: dist.all_reduce(torch.ones(70_000)),
-            lambda: dist.all_reduce(torch.ones(70_001)),
+            [lambda: reduce(ones(3)), dist.barrier],
+            "ranks call different collectives: rank 0 has all_reduce, rank 1 has barrier",
         ),
         (
-            lambda: dist.all_reduce(torch.ones(3)),
-            lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64)),
+            [lambda n=n: reduce(ones(n)) for n in (70_000, 70_001)],
+            f"{text}all_reduce's number of elements: rank 0 has 70000, rank 1 has 70001",
         ),
         (
-            lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX),
-            lambda: dist.all_reduce(torch.ones(3)),
-        ),
-        (lambda: dist.broadcast(torch.ones(3), 0), lambda: dist.broadcast(torch.ones(3), 1)),
-        (
-            lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)),
-            lambda: dist.all_gather([torch.ones(3), torch.ones(4)], torch.ones(4)),
+            [lambda d=d: reduce(ones(3, dtype=d)) for d in (torch.float32, torch.float64)],
+            f"{text}all_reduce's dtype: rank 0 has torch.float32, rank 1 has torch.float64",
         ),
         (
-            lambda: dist.group.WORLD.broadcast([torch.ones(3), torch.ones(4)]).wait(),
-            lambda: dist.group.WORLD.broadcast([torch.ones(4), torch.ones(3)]).wait(),
+            [lambda op=op: reduce(ones(3), op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM)],
+            f"{text}all_reduce's reduce op: rank 0 has MAX, rank 1 has SUM",
         ),
-    ):
-        with pytest.raises(MismatchError) as caught:
-            (theirs if rank else mine)()
-        messages.append(str(caught.value))
-        x = torch.ones(2)
-        dist.all_reduce(x)
-        assert x.tolist() == [2, 2]
-    return messages
-
-
-def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
-    first, second = run_ranks(disagreeing, 2, backend="shm", timeout=20)
-    assert first == second
-    assert first.pop().startswith("ranks disagree on broadcast_coalesced's tensors' dtypes and ")
-    assert first == [
-        "ranks call different collectives: rank 0 has all_reduce, rank 1 has barrier",
-        "ranks disagree on all_reduce's number of elements: rank 0 has 70000, rank 1 has 70001",
-        "ranks disagree on all_reduce's dtype: rank 0 has torch.float32, rank 1 has torch.float64",
-        "ranks disagree on all_reduce's reduce op: rank 0 has MAX, rank 1 has SUM",
-        "ranks disagree on broadcast's root: rank 0 has 0, rank 1 has 1",
-        "ranks disagree on all_gather's number of elements: rank 1 has 4 for rank 0, which "
-        "expects 3",
+        (
+            [lambda src=src: dist.broadcast(ones(3), src) for src in (0, 1)],
+            f"{text}broadcast's root: rank 0 has 0, rank 1 has 1",
+        ),
+        (
+            [lambda n=n: dist.all_gather([ones(3), ones(n)], ones(n)) for n in (3, 4)],
+            f"{text}all_gather's number of elements: rank 1 has 4 for rank 0, which expects 3",
+        ),
+        (
+            [lambda n=n: world.broadcast([ones(n), ones(7 - n)]).wait() for n in (3, 4)],
+            f"{text}broadcast_coalesced's tensors' dtypes and ",
+        ),
     ]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
+    for calls, message in mismatches():
+        with pytest.raises(MismatchError) as caught:
+            calls[dist.get_rank()]()
+        texts = [None] * 2
+        dist.all_gather_object(texts, str(caught.value))
+        assert texts[0] == texts[1]
+        assert texts[0].startswith(message)
 
 
 @pytest.mark.on_ranks(2)
@@ -247,7 +243,8 @@ def test_a_stopped_rank_is_a_timeout_on_the_others(kind, amid):
     assert issubclass(error, DistributedError)  # it goes on, and finds that the others failed
 
 
-def left_early():
+@pytest.mark.on_ranks(2)
+def test_a_rank_that_leaves_early():
     """What rank 1 did before it left counts; what it did not do is an error."""
     group = dist.new_group(backend="shm")
     x = torch.ones(200_000)
@@ -258,12 +255,7 @@ def left_early():
         with pytest.raises(PeerLostError, match="rank 1 left"):
             dist.all_reduce(x, group=group)
     dist.barrier()
-    return x[0].item()
-
-
-def test_a_rank_that_leaves_early():
-    results = run_ranks(left_early, 2, backend="shm", timeout=20)
-    assert results[1] == 2.0
+    assert dist.get_rank() == 0 or x[0] == 2
 
 
 def taken(collect=True):
@@ -275,7 +267,8 @@ def taken(collect=True):
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
 
-def churn():
+@pytest.mark.on_ranks(2)
+def test_groups_release_all_resources():
     before, peer = taken(), 1 - dist.get_rank()
     gc.disable()  # nothing may be left to it
     for _ in range(5):
@@ -294,17 +287,11 @@ def churn():
         del group, x, work
     after = taken(collect=False)
     gc.enable()
-    return before, after
+    assert before == after
 
 
-def test_groups_release_all_resources():
-    for before, after in run_ranks(churn, 2, backend="shm", timeout=30):
-        assert before == after
-
-
-def no_memory():
-    import resource
-
+@pytest.mark.on_ranks(2)
+def test_a_full_limit_is_an_error_and_no_crash():
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, soft[1]))
@@ -315,8 +302,4 @@ def no_memory():
         resource.setrlimit(resource.RLIMIT_FSIZE, soft)
     x = gradwire.shm.empty(1000).fill_(1.0)
     dist.all_reduce(x)
-    return x.sum().item()
-
-
-def test_a_full_limit_is_an_error_and_no_crash():
-    assert run_ranks(no_memory, 2, backend="shm", timeout=20) == [2000.0, 2000.0]
+    assert x.sum() == 2000

@@ -83,7 +83,8 @@ def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing
             assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
 
 
-def late_after_a_timeout():
+@pytest.mark.on_ranks(3, backend="gloo")
+def test_a_rank_that_gave_up_keeps_none_waiting():
     """Rank 1 gives up before the others begin, which a longer timeout would let wait."""
     rank = dist.get_rank()
     dist.barrier()
@@ -95,13 +96,7 @@ def late_after_a_timeout():
             backend="shm", timeout=timedelta(seconds=0.5 if rank == 1 else 60), pg_options=options
         )
     assert time.monotonic() - started < SOON_S
-    return type(caught.value).__name__
-
-
-def test_a_rank_that_gave_up_keeps_none_waiting():
-    failed = PeerFailedError.__name__
-    expected = [failed, CollectiveTimeoutError.__name__, failed]
-    assert run_ranks(late_after_a_timeout, 3, backend="gloo", timeout=30) == expected
+    assert caught.type is (CollectiveTimeoutError if rank == 1 else PeerFailedError)
 
 
 @pytest.mark.on_ranks(2)
@@ -110,7 +105,8 @@ def test_a_timeout_of_zero_is_refused():
         dist.new_group(backend="shm", timeout=timedelta(0))
 
 
-def killed_amid_forming():
+@pytest.mark.on_ranks(3, may_die=[1])
+def test_a_death_amid_forming_reaches_the_others():
     """Rank 1 dies when all have reached each other, before there is a group to notice it."""
     register = sys.modules["gradwire.shm.register"]  # the package has a function of that name
 
@@ -122,12 +118,6 @@ def killed_amid_forming():
         place = mock.patch.object(register, "join", connected)
     with place, pytest.raises(PeerLostError, match="died"):
         dist.new_group(backend="shm")
-    return True
-
-
-def test_a_death_amid_forming_reaches_the_others():
-    results = run_ranks(killed_amid_forming, 3, backend="shm", timeout=20, may_die=[1])
-    assert results == [True, None, True]
 
 
 def messages_when_pinned(cores: list[int]) -> list[bool]:
@@ -179,17 +169,14 @@ def test_messages_between_pinned_ranks_that_share_cores() -> None:
     assert results == [[True] * 3] + [[True, False, False]] * 3
 
 
-def sum_over_own_pair():
+@pytest.mark.on_ranks(4, backend="gloo")
+def test_groups_of_one_name_and_different_ranks_are_kept_apart():
     """Make a group of two ranks, which the other two do not call for."""
     rank = dist.get_rank()
     group = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], backend="shm")
     x = torch.tensor([10.0**rank])
     dist.all_reduce(x, group=group)
-    return x.item()
-
-
-def test_groups_of_one_name_and_different_ranks_are_kept_apart():
-    assert run_ranks(sum_over_own_pair, 4, backend="gloo") == [1001.0, 110.0, 110.0, 1001.0]
+    assert x.item() == (1001 if rank in (0, 3) else 110)
 
 
 @pytest.mark.on_ranks(3, backend="gloo")

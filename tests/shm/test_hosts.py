@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from benchmarks.hosts import Hosts, why_no_hosts
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import gradwire
 import gradwire.shm
@@ -140,7 +139,6 @@ def teams():
 
 
 @pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts can be made: {why_no_hosts()}")
-@pytest.mark.wide
 def test_a_death_is_noticed_over_cables():
     with Hosts(TWO) as hosts:
         for dead in (0, 3):
@@ -151,18 +149,13 @@ def test_a_death_is_noticed_over_cables():
             assert run_ranks(teams, 4, hosts=hosts)[0] == ((0, 1), (2, 3))
 
 
-def leaving():
+@pytest.mark.on_ranks(4, hosts=TWO)
+def test_a_rank_that_leaves_is_noticed_on_every_host():
     if dist.get_rank() == 3:
         dist.destroy_process_group()
-        return "left"
+        return
     with pytest.raises(PeerLostError):
         dist.all_reduce(torch.ones(100_000))
-    return "told"
-
-
-@pytest.mark.wide
-def test_a_rank_that_leaves_is_noticed_on_every_host():
-    assert run_ranks(leaving, 4, hosts=TWO) == ["told"] * 3 + ["left"]
 
 
 def late():
@@ -175,7 +168,6 @@ def late():
     return type(caught.value)
 
 
-@pytest.mark.wide
 def test_a_rank_that_takes_no_part_is_a_timeout():
     *found, _ = run_ranks(late, 4, backend="gloo")
     assert CollectiveTimeoutError in found  # others may hear of it before their time is over
@@ -216,32 +208,27 @@ def test_ranks_that_disagree_raise_the_same_on_all(what):
     assert "rank 3" in messages[0] or "rank 1" in messages[0]
 
 
-def checked():
+@pytest.mark.on_ranks(4, hosts=TWO)
+def test_checks_of_collectives():
     rank = dist.get_rank()
     with pytest.raises(MismatchError, match="rank 3"):
         collectives.all_gather(torch.ones(2, 3 + (rank == 3)), dim=0)
-    return collectives.all_reduce(torch.ones(2)).tolist()
+    assert collectives.all_reduce(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
-def test_checks_of_collectives():
-    assert run_ranks(checked, 4, hosts=TWO) == [[4.0, 4.0]] * 4
-
-
-def rounded():
-    """Each host's sum and the result are rounded, and nothing else."""
-    mine = [1.0, 3 * 2.0**-10, 3 * 2.0**-10, 2.0**-9][dist.get_rank()]
-    x = torch.full((50_000,), mine, dtype=torch.bfloat16)
-    dist.all_reduce(x)
-    x, y = x.unique(), torch.full((50_000,), 60_000.0, dtype=torch.float16)
-    dist.all_reduce(y, dist.ReduceOp.AVG)  # its sum would overflow
-    return x.tolist(), y.unique().tolist()
-
-
+@pytest.mark.on_ranks(4, hosts=(3, 1))
 def test_halves_are_rounded_twice():
+    """Each host's sum and the result are rounded, and nothing else."""
     host = torch.tensor(1 + 3 * 2.0**-9).bfloat16()  # rounded after each addition, it would be 1
     expected = (host.float() + 2.0**-9).bfloat16().item()
     assert expected > 1.0
-    assert run_ranks(rounded, 4, hosts=(3, 1)) == [([expected], [60_000.0])] * 4
+    mine = [1.0, 3 * 2.0**-10, 3 * 2.0**-10, 2.0**-9][dist.get_rank()]
+    x = torch.full((50_000,), mine, dtype=torch.bfloat16)
+    dist.all_reduce(x)
+    assert x.unique().tolist() == [expected]
+    y = torch.full((50_000,), 60_000.0, dtype=torch.float16)
+    dist.all_reduce(y, dist.ReduceOp.AVG)  # its sum would overflow
+    assert y.unique().tolist() == [60_000.0]
 
 
 def random_sums(count):
@@ -297,28 +284,6 @@ def network():
     return nn.Sequential(nn.Linear(30, 400), nn.ReLU(), nn.Linear(400, 400), nn.Linear(400, 3))
 
 
-def trained(wrapper):
-    torch.manual_seed(1)
-    inputs = torch.randn(8, 30)
-    alone = network()
-    alone(inputs).square().mean().backward()
-    module = wrapper(network())
-    for _ in range(3):
-        module.zero_grad()
-        module(inputs.chunk(4)[dist.get_rank()]).square().mean().backward()
-    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
-    return [p.grad.clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDistributedDataParallel])
-@pytest.mark.narrow({"wrapper": DistributedDataParallel})
-def test_data_parallel_training(wrapper):
-    first, *others = run_ranks(trained, 4, hosts=TWO, args=(wrapper,))
-    for gradients in others:
-        assert all(map(torch.equal, first, gradients))
-
-
 def backward_twice(module):
     """Where all buckets were reduced before another rank's error, the second raises it."""
     for _ in range(2):
@@ -348,18 +313,16 @@ def test_an_error_in_backward_is_raised_on_every_host():
     assert len({total for _, total in results}) == 1
 
 
-def wrong():
-    with pytest.raises(ArgumentTypeError, match="pg_options"):
-        dist.new_group(backend="shm", pg_options="host")
-    return True
-
-
 def test_invalid_options():
+    def wrong():
+        with pytest.raises(ArgumentTypeError, match="pg_options"):
+            dist.new_group(backend="shm", pg_options="host")
+
     with pytest.raises(ArgumentTypeError, match="engine is 3"):
         Options(engine=3)
     with pytest.raises(ArgumentTypeError, match="host is 3"):
         Options(host=3)
-    assert run_ranks(wrong, 1)
+    run_ranks(wrong, 1)
     with pytest.raises(ArgumentError, match=r"hosts has \[2, 1\]"):
         run_ranks(wrong, 4, hosts=(2, 1))
 
@@ -386,7 +349,6 @@ print(f"{rank} {x[0].item()}\\n", end="")  # one write: the ranks share a pipe
 """
 
 
-@pytest.mark.wide
 def test_processes_may_end_without_leaving(run):
     done = run(AT_EXIT, ranks=4)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ import gradwire.shm
 from gradwire.collectives import all_reduce
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError
 from gradwire.shm.register import shm_backend_of
-from gradwire.testing import run_ranks
 
 SOON_S = 10.0
 
@@ -131,21 +130,18 @@ def test_an_aborted_group_leaves_nothing_behind():
     assert left_behind() == before
 
 
-def burst(count):
+@pytest.mark.wide
+@pytest.mark.on_ranks(6)
+def test_bursts_of_shared_tensors_need_no_descriptor_each():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 128), hard))
     try:
-        kept = [gradwire.shm.empty(1000).fill_(1) for _ in range(count)]
+        kept = [gradwire.shm.empty(1000).fill_(1) for _ in range(60)]
         for x in kept:
             dist.all_reduce(x)
         assert all(x.eq(dist.get_world_size()).all() for x in kept)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.wide
-def test_bursts_of_shared_tensors_need_no_descriptor_each():
-    run_ranks(burst, 6, backend="shm", timeout=60, args=(60,))
 
 
 @pytest.mark.on_ranks(2)

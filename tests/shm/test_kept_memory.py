@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire._processes import wait_until
 from gradwire.ddp.buckets.ownership import uses
 from gradwire.errors import (
     BrokenGroupError,
@@ -21,7 +22,6 @@ from gradwire.errors import (
 )
 from gradwire.shm.register import shm_backend_of
 from gradwire.shm.work import ShmWork, without_frames
-from gradwire.testing import run_ranks
 
 
 class Held:
@@ -35,39 +35,24 @@ def memory_beside_a_lost_rank(group):
     return weakref.ref(held)
 
 
-def lost_before_an_allocation():
+@pytest.mark.on_ranks(2, backend="gloo")
+def test_a_lost_rank_keeps_no_memory_alive():
+    """The error that waits for its peers had the frames of whoever met it first."""
     group = dist.new_group(backend="shm")
     if dist.get_rank() == 1:
         dist.destroy_process_group(group)
     dist.barrier()
     if dist.get_rank() == 1:
-        return None
+        return
     links = shm_backend_of(group).state.links
     with links.changed:
         assert links.changed.wait_for(lambda: links.lost, 10.0)
     gc.collect()
     gc.disable()
     try:
-        return memory_beside_a_lost_rank(group)() is None
+        assert memory_beside_a_lost_rank(group)() is None
     finally:
         gc.enable()
-
-
-def test_a_lost_rank_keeps_no_memory_alive():
-    """The error that waits for its peers had the frames of whoever met it first."""
-    assert run_ranks(lost_before_an_allocation, 2, backend="gloo", timeout=30)[0]
-
-
-def fails_in_wait(x, group):
-    dist.all_reduce(x, group=group, async_op=True).wait()
-
-
-def fails_in_future(x, group):
-    dist.all_reduce(x, group=group, async_op=True).get_future().wait()
-
-
-def fails_in_received(x, group):
-    dist.irecv(x, group_src=1, group=group).wait()
 
 
 CALLS = {
@@ -75,9 +60,9 @@ CALLS = {
     "barrier": lambda x, group: dist.barrier(group),
     "recv": lambda x, group: dist.recv(x, group_src=1, group=group),
     "recv from any": lambda x, group: dist.recv(x, group=group),
-    "wait": fails_in_wait,
-    "future": fails_in_future,
-    "wait of a receive": fails_in_received,
+    "wait": lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait(),
+    "future": lambda x, group: dist.all_reduce(x, group=group, async_op=True).get_future().wait(),
+    "wait of a receive": lambda x, group: dist.irecv(x, group_src=1, group=group).wait(),
 }
 
 
@@ -91,41 +76,33 @@ def memory_of_a_failed_call(call, x, group):
     raise AssertionError("the call did not fail")
 
 
-def failed_beside_a_lost_rank(call):
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.on_ranks(2, backend="gloo")
+def test_an_error_that_a_group_keeps_keeps_no_memory_alive(call):
+    """From PyTorch 2.14 on, that of the callers of an operation that failed was never freed."""
     group = dist.new_group(backend="shm")
     dist.barrier(group)
     if dist.get_rank() == 1:
         dist.destroy_process_group(group)
-        return None
+        return
     # and the caller has the group, which has what it keeps
     held, kind = memory_of_a_failed_call(CALLS[call], torch.ones(3), group)
     with pytest.raises((BrokenGroupError, PeerLostError), match="rank 1 left the group"):
         dist.barrier(group)
     gc.collect()
-    return held() is None, kind
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_error_that_a_group_keeps_keeps_no_memory_alive(call):
-    """From PyTorch 2.14 on, that of the callers of an operation that failed was never freed."""
-    freed, kind = run_ranks(lambda: failed_beside_a_lost_rank(call), 2, backend="gloo", timeout=30)[
-        0
-    ]
-    assert freed
+    assert held() is None
     assert kind is (RuntimeError if call == "future" else PeerLostError)
 
 
-def disagreeing():
+@pytest.mark.on_ranks(2, backend="gloo")
+def test_a_mismatch_keeps_no_memory_alive():
     group = dist.new_group(backend="shm")
     x = torch.ones(3 + dist.get_rank())
     held, kind = memory_of_a_failed_call(CALLS["all_reduce"], x, group)
     gc.collect()
     dist.barrier(group)  # it can be used
-    return held() is None and kind is MismatchError
-
-
-def test_a_mismatch_keeps_no_memory_alive():
-    assert run_ranks(disagreeing, 2, backend="gloo", timeout=30) == [True, True]
+    assert held() is None
+    assert kind is MismatchError
 
 
 class Odd(Exception):
@@ -135,7 +112,12 @@ class Odd(Exception):
         super().__init__(f"{a} and {b}")
 
 
-def interrupted_by(error):
+@pytest.mark.parametrize("make", [lambda: CollectiveTimeoutError("too late"), lambda: Odd(1, 2)])
+@pytest.mark.on_ranks(2, backend="gloo")
+def test_kept_errors_have_the_original_message(make):
+    error = make()
+    error.__cause__ = OSError("a cable")
+
     def handler(*_):
         raise error
 
@@ -158,61 +140,41 @@ def interrupted_by(error):
     assert kept.__traceback__ is None
 
 
-@pytest.mark.parametrize("kind", ["ours", "odd"])
-def test_kept_errors_have_the_original_message(kind):
-    def main():
-        error = CollectiveTimeoutError("too late") if kind == "ours" else Odd(1, 2)
-        error.__cause__ = OSError("a cable")
-        interrupted_by(error)
-
-    run_ranks(main, 2, backend="gloo", timeout=30)
-
-
-def received():
-    """Whether what was received is freed with its handle, not by the garbage collector."""
+@pytest.mark.on_ranks(2)
+def test_received_tensors_are_freed_with_their_handle():
+    """Not by the garbage collector."""
     x = torch.empty(3)
     held = weakref.ref(x)
     work = dist.irecv(x, 1) if dist.get_rank() == 0 else None
     dist.barrier()  # the message comes after the receive was posted
     if work is None:
         dist.send(torch.ones(3), 0)
-        return True
+        return
     gc.collect()
     gc.disable()
     try:
         work.wait()
         del work, x
-        for _ in range(1000):  # the thread that it came by may still be about to return
-            if held() is None:
-                return True
-            time.sleep(0.01)
-        return False
+        # the thread that it came by may still be about to return
+        assert wait_until(lambda: held() is None, 10)
     finally:
         gc.enable()
 
 
-def test_received_tensors_are_freed_with_their_handle():
-    assert run_ranks(received, 2, backend="shm", timeout=30) == [True, True]
-
-
-def uses_of_what_was_reduced():
-    """How many more uses its memory has than before, when an asynchronous all_reduce has ended."""
+@pytest.mark.on_ranks(2)
+def test_memory_is_not_in_use_once_an_operation_has_ended():
+    """Else a bucket is taken for one that somebody keeps, and gradients go elsewhere."""
     x = torch.ones(4)
     before = uses(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShmWork, "finish", slow_to_return)
         dist.all_reduce(x, async_op=True).wait()
-        return uses(x) - before
+        assert uses(x) == before
 
 
 def slow_to_return(work, error=None, source=-1, *, finish=ShmWork.finish):
     finish(work, error, source)
     time.sleep(0.2)
-
-
-def test_memory_is_not_in_use_once_an_operation_has_ended():
-    """Else a bucket is taken for one that somebody keeps, and gradients go elsewhere."""
-    assert run_ranks(uses_of_what_was_reduced, 2, backend="shm", timeout=30) == [0, 0]
 
 
 class OfASignal(Exception):

@@ -85,7 +85,8 @@ def test_the_cache_is_bounded_and_errors_are_the_same():
     assert not group.known._of
 
 
-def recorded():
+@pytest.mark.on_ranks(2)
+def test_cached_calls_are_recorded():
     for _ in range(3):
         dist.all_reduce(torch.ones(2, 3))
     entries = [e for e in flight_record()["entries"] if e["op"] == "all_reduce"][-3:]
@@ -94,10 +95,6 @@ def recorded():
     for entry in entries:
         assert (entry["input_sizes"], entry["output_sizes"]) == ([[2, 3]], [[2, 3]])
         assert entry["state"] == "completed"
-        assert entry["frames"][0]["name"] == "recorded"
-    return [entry["time_created_ns"] for entry in entries]
-
-
-def test_cached_calls_are_recorded():
-    for created in run_ranks(recorded, 2, backend="shm", timeout=60):
-        assert sorted(set(created)) == created
+        assert entry["frames"][0]["name"] == "test_cached_calls_are_recorded"
+    created = [entry["time_created_ns"] for entry in entries]
+    assert sorted(set(created)) == created

@@ -161,27 +161,24 @@ def test_failed_allocations_are_errors_on_all_ranks(what, message):
         assert message in error
 
 
-def anew(path):
-    """Two groups of one name on one store, as torchrun's agent has it; rank 0 is late."""
+@pytest.mark.on_ranks(2)
+def test_groups_can_be_made_again_on_the_same_store(tmp_path):
+    """Groups of one name on one store, as torchrun's agent has it; rank 0 is late."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(path)
+    store = dist.FileStore(str(tmp_path / "store"))
     for _ in range(3):
         group = make_backend(store, rank, range(world), timedelta(seconds=10))
         assert gradwire.shm.shares_memory(group)
         x = torch.ones(3)
         group.allreduce([x]).wait()
         group.shutdown()
+        assert x.tolist() == [2.0] * 3
         if rank == 0:
             time.sleep(0.2)
-    return x.tolist()
 
 
-def test_groups_can_be_made_again_on_the_same_store(tmp_path):
-    store = str(tmp_path / "store")
-    assert run_ranks(anew, 2, backend="shm", timeout=20, args=(store,)) == [[2.0] * 3] * 2
-
-
-def called_back():
+@pytest.mark.on_ranks(2)
+def test_a_receive_s_callback_may_wait():
     """A receive's callback receives more, and takes part in a collective that needs the links."""
     peer, seen = 1 - dist.get_rank(), []
 
@@ -196,11 +193,7 @@ def called_back():
     dist.send(torch.ones(3), peer, tag=1)
     dist.send(torch.ones(2), peer, tag=2)
     future.wait()
-    return seen
-
-
-def test_a_receive_s_callback_may_wait():
-    assert run_ranks(called_back, 2, backend="shm", timeout=20) == [[2.0, 1.0]] * 2
+    assert seen == [2.0, 1.0]
 
 
 class Listening:

@@ -33,10 +33,6 @@ class Interruption(Exception):
     """Raised by a signal's handler."""
 
 
-def on_ranks(function, world=2, **options):
-    return run_ranks(function, world, backend="shm", timeout=20, **options)
-
-
 def content(number: int, nbytes: int) -> torch.Tensor:
     data = torch.arange(number, number + nbytes, dtype=torch.int64)
     return data.remainder(251).to(torch.uint8)
@@ -157,7 +153,7 @@ def interrupted_receives(count):
 
 
 def test_interrupted_receives_lose_nothing_silently():
-    ended = on_ranks(interrupted_receives, args=(60,))[1]
+    ended = run_ranks(interrupted_receives, backend="shm", args=(60,), timeout=20)[1]
     assert not ended or "could not be handled (Interruption" in ended
 
 
@@ -357,7 +353,8 @@ def test_a_signal_s_handler_amid_a_message():
 # -- deaths and mistakes ---------------------------------------------------------------------
 
 
-def dies_amid_a_message():
+@pytest.mark.on_ranks(2, may_die=[1])
+def test_a_sender_that_dies_amid_a_message():
     if dist.get_rank() == 1:
         dist.send(torch.arange(5.0), 0)
         put, calls = MessageRing.put, []
@@ -370,8 +367,6 @@ def dies_amid_a_message():
 
         MessageRing.put = third
         dist.send(torch.ones(SLOT_BYTES), 0)
-    store = store_of_the_group()
-    store.set("there", "")
     x = torch.empty(SLOT_BYTES)
     begun = time.monotonic()
     y = torch.empty(5)
@@ -381,11 +376,7 @@ def dies_amid_a_message():
     with pytest.raises(PeerLostError, match="rank 1 died"):
         dist.recv(x, 1)
     assert time.monotonic() - begun < 20
-    return y.tolist()
-
-
-def test_a_sender_that_dies_amid_a_message():
-    assert on_ranks(dies_amid_a_message, may_die=[1])[0] == [0, 1, 2, 3, 4]
+    assert y.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.wide
@@ -657,7 +648,8 @@ def test_a_receive_that_is_posted_as_the_group_is_aborted(src):
     store_of_the_group().set("over", "")
 
 
-def sends_while_a_ring_is_made():
+@pytest.mark.on_ranks(3)
+def test_a_send_amid_the_making_of_a_ring():
     """In a signal's handler, to the same rank and to another."""
     if dist.get_rank() == 0:
         map_for_user = segment.map_for_user
@@ -670,19 +662,16 @@ def sends_while_a_ring_is_made():
 
         segment.map_for_user = amid
         dist.send(torch.ones(1), 1)
-        return None
+        return
     values = torch.zeros(2 if dist.get_rank() == 1 else 1)
     for value in values.split(1):
         dist.recv(value, 0)
-    return values.tolist()
+    assert values.tolist() == ([8, 1] if dist.get_rank() == 1 else [9])
 
 
-def test_a_send_amid_the_making_of_a_ring():
-    assert on_ranks(sends_while_a_ring_is_made, 3)[1:] == [[8, 1], [9]]
-
-
-def incoming_when_reading_begins():
-    """Whether each peer has its `Incoming` when the links' thread may call it."""
+@pytest.mark.on_ranks(2)
+def test_nothing_is_read_before_the_group_is_formed():
+    """Each peer has its `Incoming` when the links' thread may call it."""
     state_of, seen, made = process_group.SharedMemory, [], []
 
     def make(*arguments):
@@ -694,19 +683,15 @@ def incoming_when_reading_begins():
         patch.setattr(process_group, "SharedMemory", make)
         group = dist.new_group([0, 1])
     dist.barrier(group=group)
-    return seen, made[0].links._thread.is_alive()
+    assert seen == [False]
+    assert made[0].links._thread.is_alive()
 
 
-def test_nothing_is_read_before_the_group_is_formed():
-    """A peer's first message finds who takes it."""
-    assert on_ranks(incoming_when_reading_begins) == [([False], True)] * 2
-
-
-def polled_between_hosts():
-    """Poll for a message to another host without waiting for it."""
+@pytest.mark.on_ranks(3, hosts=(2, 1))
+def test_a_message_between_hosts_is_completed_without_a_wait():
     rank, x = dist.get_rank(), torch.zeros(1000)
     if rank == 1:
-        return 0.0
+        return
     work = dist.isend(torch.ones(1000), 2) if rank == 0 else dist.irecv(x, 0)
     # torch's own groups hide is_completed of a handle from a backend in Python
     is_done = work.get_future().done if PYTHON_BACKENDS else work.is_completed
@@ -715,8 +700,4 @@ def polled_between_hosts():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     work.wait()
-    return x.sum().item()
-
-
-def test_a_message_between_hosts_is_completed_without_a_wait():
-    assert run_ranks(polled_between_hosts, 3, backend="shm", hosts=(2, 1))[2] == 1000
+    assert rank == 0 or x.sum() == 1000

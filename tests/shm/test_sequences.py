@@ -59,10 +59,8 @@ def test_many_operations_leak_nothing():
         assert threads == 0
 
 
-SOON_S = 5.0  # far below the group's timeout: a machine may be busy
-
-
-def stopped():
+@pytest.mark.on_ranks(2)
+def test_a_stopped_rank_is_waited_for_asleep():
     """Rank 1 is stopped for a while; a long timeout sits it out, and no core is busy meanwhile."""
     if dist.get_rank() == 1:
         waker = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
@@ -71,8 +69,4 @@ def stopped():
     x = torch.ones(50_000)
     burnt = time.process_time()
     dist.all_reduce(x)
-    return time.process_time() - burnt
-
-
-def test_a_stopped_rank_is_waited_for_asleep():
-    assert run_ranks(stopped, 2, backend="shm", timeout=30)[0] < 0.3
+    assert dist.get_rank() == 1 or time.process_time() - burnt < 0.3

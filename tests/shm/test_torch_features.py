@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
 
 
@@ -35,20 +36,34 @@ def averaged(net):
     return gradients(net)
 
 
-def torch_ddp():
+def trained(wrapper):
     net = network()
     expected = averaged(copy.deepcopy(net))
-    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.2)
+    model = wrapper(net, bucket_cap_mb=0.2)
     for _ in range(3):
         model.zero_grad()
         model(own_batch()).square().mean().backward()
         torch.testing.assert_close(gradients(net), expected)
-    del model
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_torch_s_ddp(world):
-    run_ranks(torch_ddp, world, backend="shm", timeout=30)
+def compiled(net, **options):
+    torch._dynamo.reset()
+    return torch.compile(nn.parallel.DistributedDataParallel(net, **options), backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world", "options"),
+    [
+        (nn.parallel.DistributedDataParallel, 2, {}),
+        (nn.parallel.DistributedDataParallel, 3, {}),
+        (compiled, 2, {}),
+        (nn.parallel.DistributedDataParallel, 4, {"hosts": (2, 2)}),
+        (DistributedDataParallel, 4, {"hosts": (2, 2)}),
+    ],
+)
+def test_data_parallel_training(wrapper, world, options):
+    options = options or {"backend": "shm"}
+    run_ranks(trained, world, timeout=100, args=(wrapper,), **options)
 
 
 @pytest.mark.on_ranks(2)
@@ -111,7 +126,8 @@ def test_dtensor_on_a_mesh():
     torch.testing.assert_close(moved.full_tensor(), x)
 
 
-def checkpoint(path):
+@pytest.mark.on_ranks(2)
+def test_checkpoints(tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -120,11 +136,7 @@ def checkpoint(path):
     x = torch.arange(12.0).view(6, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its storages
-        dcp.save({"x": distribute_tensor(x, mesh, [Shard(0)])}, checkpoint_id=path)
+        dcp.save({"x": distribute_tensor(x, mesh, [Shard(0)])}, checkpoint_id=str(tmp_path))
         state = {"x": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])}
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=str(tmp_path))
     torch.testing.assert_close(state["x"].full_tensor(), x)
-
-
-def test_checkpoints(tmp_path):
-    run_ranks(checkpoint, 2, backend="shm", timeout=30, args=(str(tmp_path),))

@@ -16,7 +16,6 @@ from gradwire import collectives as C
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.shm.register import shm_backend_of
-from gradwire.testing import run_ranks
 
 
 def mistakes():
@@ -152,26 +151,23 @@ def test_a_rank_that_was_refused_is_in_step_with_the_others():
             right()
 
 
-def zeros_without_memory():
+@pytest.mark.on_ranks(2)
+def test_zeros_without_memory_are_sent():
     """What autograd gives for a derivative that is zero can be sent, and not written."""
-    rank, results = dist.get_rank(), []
     for count in (3, 200_000):
         zeros, got = torch._efficientzerotensor(count), torch.ones(2 * count)
         dist.all_gather_into_tensor(got, zeros)
-        results.append(got.any().item())
-        if rank == 0:
+        assert not got.any()
+        if dist.get_rank() == 0:
             dist.send(zeros, 1)
         else:
             dist.recv(got[:count].fill_(1), 0)
-            results.append(got[:count].any().item())
-    return any(results)
+            assert not got.any()
 
 
-def test_zeros_without_memory_are_sent():
-    assert run_ranks(zeros_without_memory, 2, backend="shm", timeout=30) == [False, False]
-
-
-def of_two_devices():
+@pytest.mark.skipif(PYTHON_BACKENDS, reason="this torch makes the other half: test_backend.py")
+@pytest.mark.on_ranks(2)
+def test_a_group_for_cuda_too_carries_cpu_tensors_and_says_what_to_do_for_others():
     """A Python group is the whole group to torch: no CUDA half, whatever was asked for."""
     group = dist.new_group(backend="cpu:shm,cuda:nccl")
     assert gradwire.shm.shares_memory(group)
@@ -189,15 +185,11 @@ def of_two_devices():
             call()
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
-    return x.tolist()
+    assert x.tolist() == [2.0] * 3
 
 
-@pytest.mark.skipif(PYTHON_BACKENDS, reason="this torch makes the other half: test_backend.py")
-def test_a_group_for_cuda_too_carries_cpu_tensors_and_says_what_to_do_for_others():
-    assert run_ranks(of_two_devices, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
-
-
-def dtensors():
+@pytest.mark.on_ranks(2)
+def test_a_dtensor_is_refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -207,14 +199,11 @@ def dtensors():
     with pytest.raises(refusal, match=r"to_local|sharding"):
         dist.all_reduce(sharded)
     dist.all_reduce(sharded.to_local())
-    return sharded.full_tensor().tolist()
+    assert sharded.full_tensor().tolist() == [2.0, 4.0, 2.0, 4.0]
 
 
-def test_a_dtensor_is_refused():
-    assert run_ranks(dtensors, 2, backend="shm", timeout=20) == [[2.0, 4.0, 2.0, 4.0]] * 2
-
-
-def inference():
+@pytest.mark.on_ranks(2)
+def test_tensors_of_inference_mode():
     """Tensors of inference mode, inside and outside of it, and what comes after."""
     peer = 1 - dist.get_rank()
     with torch.inference_mode():
@@ -231,11 +220,8 @@ def inference():
     for x in (torch.ones(3, dtype=torch.int8), torch.ones(100_000), inside):
         dist.all_reduce(x)
         assert x.unique().tolist() == [2]
-    return short.tolist(), long.unique().tolist()
-
-
-def test_tensors_of_inference_mode():
-    assert run_ranks(inference, 2, backend="shm", timeout=20) == [([8] * 3, [5.0])] * 2
+    assert short.tolist() == [8] * 3
+    assert long.unique().tolist() == [5.0]
 
 
 @pytest.mark.wide
