@@ -6,19 +6,13 @@ more digits; its gradients are autograd's.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
-import io
 import math
-import pickle
-import tempfile
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce as fold
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz.collectives_ops import INTEGERS, OPS, Call, Ranks, Step, bystander, cast
 from fuzz.collectives_plan import IN_ANY_ORDER, Leaf, Plan
+from fuzz.ranks import results_of_ranks
 from gradwire import collectives
-from gradwire.errors import CollectiveTimeoutError
-from gradwire.testing import RankError, run_ranks
 
 # -- what a rank computes by itself, in the program and in its reference -------------------------
 
@@ -421,35 +414,23 @@ def _bits(x: Tensor) -> Tensor:
 
 # -- both ------------------------------------------------------------------------------------
 
-LIMIT = 20
-"""Seconds that a program may take on a busy machine: what takes longer hangs."""
+LIMIT = 20  # seconds
 EPS = {
     "float64": 1e-12, "complex128": 1e-12, "float32": 1e-5, "complex64": 1e-5,
     "float16": 2e-2, "bfloat16": 0.1,
 }  # fmt: skip
 
 
-def _on_ranks(plans: Sequence[Plan], checks: Sequence[bool | None], place: str) -> None:
-    """On each rank: the plans; what was seen of each goes to a file of the rank's."""
+def _on_ranks(plans: Sequence[Plan]) -> Iterator[Seen]:
     groups = Groups()
     if any(step.checkpoint for plan in plans for step in plan.steps):
         importlib.import_module("torch._dynamo")  # as the first checkpoint does, for seconds
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*is deprecated.*")
-    with Path(place, str(dist.get_rank())).open("ab", buffering=0) as file:
-        for plan, check in zip(plans, checks, strict=True):
-            faulthandler.dump_traceback_later(LIMIT, exit=True)
-            try:
-                with nullcontext() if check is None else collectives.checks(check):
-                    seen = _Program(plan, groups).run()
-            except Exception as error:
-                found = traceback.extract_tb(error.__traceback__)[-1]
-                note = f"{type(error).__name__}: {error} ({found.filename}:{found.lineno})"
-                pickle.dump(note, file)
-                raise
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-            pickle.dump(seen, file)
+    for plan in plans:
+        check = _checks(plan, dist.get_backend())
+        with nullcontext() if check is None else collectives.checks(check):
+            yield _Program(plan, groups).run()
 
 
 def _checks(plan: Plan, backend: str) -> bool | None:
@@ -461,43 +442,11 @@ def _checks(plan: Plan, backend: str) -> bool | None:
 
 def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
     """What is wrong with the first plans, up to one that ends the ranks' call."""
-    ended = ""
-    with tempfile.TemporaryDirectory() as place:
-        checks = [_checks(plan, backend) for plan in plans]
-        try:
-            run_ranks(
-                _on_ranks,
-                plans[0].ranks,
-                args=(plans, checks, place),
-                backend=backend,
-                timeout=(LIMIT + 5.0) * len(plans),
-            )
-        except (CollectiveTimeoutError, RankError) as error:
-            ended = f"{type(error).__name__}: {str(error)[:3000]}"
-        seen = [[*_loaded(Path(place, str(rank)))] for rank in range(plans[0].ranks)]
-    problems = []
-    for plan, own in zip(plans, zip(*seen, strict=False), strict=False):
-        raised = [f"rank {r}: {what}" for r, what in enumerate(own) if isinstance(what, str)]
-        problems.append("\n".join(raised or differences(plan, own, reference(plan))))
-        if raised:
-            return problems
-    if ended and len(problems) < len(plans):
-        reported = [
-            f"rank {r}: {own[len(problems)]}"
-            for r, own in enumerate(seen)
-            if len(own) > len(problems) and isinstance(own[len(problems)], str)
-        ]
-        problems.append("\n".join([*reported, ended]))
-    return problems
-
-
-def _loaded(file: Path) -> Iterator[Seen | str]:
-    rest = io.BytesIO(file.read_bytes() if file.exists() else b"")
-    while True:
-        try:
-            yield pickle.load(rest)
-        except (EOFError, pickle.UnpicklingError):
-            return
+    seen, ended = results_of_ranks(_on_ranks, plans, backend, LIMIT)
+    problems = [
+        "\n".join(differences(p, own, reference(p))) for p, own in zip(plans, seen, strict=False)
+    ]
+    return problems + ended
 
 
 def differences(plan: Plan, seen: Sequence[Seen], expected: Reference) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fuzz.ranks import results_of_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks import GradBucket
-from gradwire.testing import run_ranks
 
 WIDTH = 4
-TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -171,12 +170,12 @@ def differing(net: DistributedDataParallel, twin: nn.Module) -> list[str]:
     ]
 
 
+def _on_ranks(plans: Sequence[GroupsPlan]) -> Iterator[list[str]]:
+    yield from map(run_plan, plans)
+
+
 def run_batch(plans: Sequence[GroupsPlan], backend: str) -> list[str]:
     """Run the first program on all ranks; return what is wrong."""
-    plan = plans[0]
-    try:
-        results = run_ranks(run_plan, plan.ranks, backend=backend, timeout=TIMEOUT, args=(plan,))
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
-    return ["\n".join(wrong)]
+    found, ended = results_of_ranks(_on_ranks, plans[:1], backend)
+    wrong = ["\n".join(f"rank {r}: {t}" for r, ts in enumerate(own) for t in ts) for own in found]
+    return wrong + ended

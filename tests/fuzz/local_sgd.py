@@ -8,13 +8,11 @@ hook that compresses are compared with the same run without copies.
 from __future__ import annotations
 
 import copy
-import faulthandler
 import io
 import pickle
 import random
-import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from fuzz.ranks import results_of_ranks
 from gradwire import hooks
 from gradwire.local_sgd import LocalSGD
 from gradwire.local_sgd.outer import assign_fragments, due
-from gradwire.testing import run_ranks
 
-LIMIT = 60
 INNER = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -288,25 +285,19 @@ def reference(plan: Plan) -> list[list[list[Tensor]]]:
     return history
 
 
-def _on_ranks(plans: Sequence[Plan]) -> list[list[list[Tensor]] | str]:
+def _on_ranks(plans: Sequence[Plan]) -> Iterator[list[list[list[Tensor]]]]:
+    """Train by each plan; with a hook that compresses, also without copies of the run."""
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # of steps that are skipped
-    found: list[list[list[Tensor]] | str] = []
+    moving = {"deepcopy", "pickle", "resume"}
     for plan in plans:
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
-        try:
-            found.append(train(plan))
-        except Exception as error:
-            found.append("".join(traceback.format_exception(error)[-3:]))
-        faulthandler.cancel_dump_traceback_later()
-    return found
+        twin = replace(plan, events=frozenset(e for e in plan.events if e[0] not in moving))
+        yield [train(each) for each in ([plan, twin] if plan.hook in COMPRESSING else [plan])]
 
 
 def _differences(plan: Plan, got: Sequence[Any], want: Sequence[Any]) -> list[str]:
     exact = plan.hook in COMPRESSING
     eps = 0.0 if exact else 1e-10 if plan.dtype == torch.float64 else 1e-4
     for rank, (own, right) in enumerate(zip(got, want, strict=True)):
-        if isinstance(own, str) or isinstance(right, str):
-            return [f"rank {rank}: {own if isinstance(own, str) else right}"]
         for step, (values, wanted) in enumerate(zip(own, right, strict=True)):
             for i, (a, b) in enumerate(zip(values, wanted, strict=True)):
                 if not torch.allclose(a, b, rtol=eps, atol=eps):
@@ -324,21 +315,11 @@ def _differences(plan: Plan, got: Sequence[Any], want: Sequence[Any]) -> list[st
 
 
 def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
-    """Run plans; return what is wrong with each."""
-    moving = {"deepcopy", "pickle", "resume"}
-    twins = [
-        replace(p, events=frozenset(e for e in p.events if e[0] not in moving))
-        for p in plans
-        if p.hook in COMPRESSING
-    ]
-    on_all = run_ranks(
-        _on_ranks, plans[0].ranks, args=([*plans, *twins],), backend=backend, timeout=600
-    )
-    by_plan = [[rank[number] for rank in on_all] for number in range(len(plans) + len(twins))]
-    of_twins = iter(by_plan[len(plans) :])
+    """What is wrong with the first plans, up to one that fails."""
+    results, ended = results_of_ranks(_on_ranks, plans, backend)
     found = []
-    for plan, got in zip(plans, by_plan, strict=False):
-        compresses = plan.hook in COMPRESSING
-        want = next(of_twins) if compresses else reference(replace(plan, device="cpu"))
+    for plan, of_ranks in zip(plans, results, strict=False):
+        got, *twin = zip(*of_ranks, strict=True)
+        want = twin[0] if twin else reference(replace(plan, device="cpu"))
         found.append("\n".join(_differences(plan, got, want)))
-    return found
+    return found + ended

@@ -7,10 +7,7 @@ copy, whose gradients share memory with nothing. Then all go on from the naive c
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import inspect
-import pickle
-import tempfile
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,10 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fuzz.containers import plain, wrapped
 from fuzz.models_plan import VIEW, Plan, Step, build, operations, uses_nothing
+from fuzz.ranks import results_of_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets import assignment, packed
-from gradwire.errors import CollectiveTimeoutError
-from gradwire.testing import RankError, run_ranks
 
 THEIRS = nn.parallel.DistributedDataParallel
 EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
@@ -283,8 +279,7 @@ def _short(t: Tensor | None) -> str:
 
 
 LR = 0.01
-LIMIT = 180
-"""Seconds that a case may take on a busy machine: what takes longer hangs."""
+LIMIT = 180  # seconds
 
 
 @dataclass
@@ -426,47 +421,25 @@ def _as_if_large(seed: int) -> Iterator[None]:
         yield
 
 
-def _on_ranks(plans: Sequence[Plan], path: str) -> None:
-    """Run plans up to one that leaves groups in doubt; one that hangs ends the process."""
+def _on_ranks(plans: Sequence[Plan]) -> Iterator[Outcome]:
+    """Run plans up to one that leaves groups in doubt."""
     control, theirs = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     if plans[0].device != "cpu":  # else copies of a model have different gradients on one rank
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with open(path, "ab", buffering=0) as file:
-        for plan in plans:
-            faulthandler.dump_traceback_later(LIMIT, exit=True)
-            with _as_if_large(plan.seed):
-                outcome = _Case(plan, control, theirs).run()
-            faulthandler.cancel_dump_traceback_later()
-            if dist.get_rank() == 0:
-                pickle.dump(outcome, file)
-            raised = any("torch: " in problem for problem in outcome.torch)
-            if outcome.problems or raised or outcome.invalid:
-                break
+    for plan in plans:
+        with _as_if_large(plan.seed):
+            outcome = _Case(plan, control, theirs).run()
+        yield outcome
+        raised = any("torch: " in problem for problem in outcome.torch)
+        if outcome.problems or raised or outcome.invalid:
+            return
 
 
 def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
     """What is wrong with the first plans, up to one after which ranks have to be restarted."""
-    with tempfile.NamedTemporaryFile() as results:
-        ended = ""
-        try:
-            run_ranks(
-                _on_ranks,
-                plans[0].ranks,
-                args=(plans, results.name),
-                backend=backend,
-                timeout=(LIMIT + 5.0) * len(plans),
-            )
-        except (CollectiveTimeoutError, RankError) as error:
-            ended = f"{type(error).__name__}: {str(error)[:1500]}"
-        outcomes = []
-        while True:
-            try:
-                outcomes.append(pickle.load(results))
-            except EOFError:
-                break
-    if ended and len(outcomes) < len(plans):
-        outcomes.append(Outcome([ended]))
-    return [
+    outcomes, ended = results_of_ranks(_on_ranks, plans, backend, LIMIT)
+    problems = [
         "\n".join(found.problems) or (found.invalid and f"invalid: {found.invalid}")
-        for found in outcomes
+        for found, *_ in outcomes
     ]
+    return problems + ended

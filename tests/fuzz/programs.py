@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,12 +21,12 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.testing._internal.subclasses import WrapperSubclass
 
 from fuzz.containers import plain, wrapped
+from fuzz.ranks import results_of_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.hooks import GradBucket, with_buffer
 from gradwire.hooks.bucket import as_real
 from gradwire.hooks.interface import after, chain
-from gradwire.testing import run_ranks
 
 WIDTH, BATCH = 5, 3
 
@@ -46,7 +46,6 @@ def halves(state: Any, bucket: GradBucket) -> Any:
     return chain(flat.device, send(0), lambda _: send(1), lambda _: buffer)
 
 
-TIMEOUT = 60.0
 HOOKS: dict[str, Any] = {"all_reduce": hooks.all_reduce, "halves": halves, "half": hooks.bf16}
 ERRORS = {"half": 2e-2}
 EDITS = ("none", "deleted", "new", "expanded", "inference", "written")
@@ -548,10 +547,9 @@ def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: 
             module.register_buffer(name, new)
 
 
-def run_on_rank(programs: Sequence[Program]) -> None:
-    """Run programs; raise at the first one that fails."""
+def _on_ranks(programs: Sequence[Program]) -> Iterator[None]:
+    before = torch.get_default_dtype()
     for program in programs:
-        before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, program.default_dtype))
         try:
             with warnings.catch_warnings():
@@ -559,15 +557,10 @@ def run_on_rank(programs: Sequence[Program]) -> None:
                 Trainer(program).run()
         finally:
             torch.set_default_dtype(before)
+        yield
 
 
 def run_batch(programs: Sequence[Program], backend: str) -> list[str]:
-    """Run programs in one call of the ranks; after an error, one by one."""
-    limit = TIMEOUT + 3.0 * len(programs)
-    try:
-        run_ranks(run_on_rank, programs[0].ranks, backend=backend, timeout=limit, args=(programs,))
-    except Exception as error:
-        if len(programs) == 1:
-            return [f"{type(error).__name__}: {error}"]
-        return [run_batch([program], backend)[0] for program in programs]
-    return [""] * len(programs)
+    """What is wrong with the first programs, up to one that fails."""
+    found, ended = results_of_ranks(_on_ranks, programs, backend)
+    return [""] * len(found) + ended

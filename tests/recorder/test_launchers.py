@@ -103,17 +103,14 @@ def end(tasks):
             task.kill()
 
 
-def test_slurm(site, places, tmp_path):
+@pytest.mark.parametrize("arguments", [(), ("fail",)])
+def test_slurm(site, places, tmp_path, arguments):
     variables, dumps, trace = places
-    ended = end(start_tasks(site, tmp_path, variables))
-    assert [code for _, code in ended] == [0, 0], ended
-    check(dumps, trace)
-
-
-def test_slurm_with_a_failing_task(site, places, tmp_path):
-    variables, dumps, _ = places
-    ended = end(start_tasks(site, tmp_path, variables, "fail"))
-    assert [code for _, code in ended] == [1, 1], ended
+    ended = end(start_tasks(site, tmp_path, variables, *arguments))
+    assert [code for _, code in ended] == [len(arguments)] * 2, ended
+    if not arguments:
+        check(dumps, trace)
+        return
     code, verdict = said("explain", str(dumps))
     first = verdict["findings"][0]
     assert (code, first["kind"], first["ranks"]) == (1, "error", [1])

@@ -148,7 +148,7 @@ OTHERS = re.compile(
     | once\ per\ member
     | examples/ | benchmarks | demo\ --mode  # in a clone of the repository; tested elsewhere
     | \bdoctor\b
-    | --live  # needs a job that runs; tests/cli/test_live.py
+    | --live  # needs a job that runs; tests/cli/test_explain.py
     """,
     re.X,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ import torch.distributed as dist
 from benchmarks.hosts import Hosts, why_no_hosts
 
 import gradwire.shm
+from gradwire import shm
 from gradwire._torch import PYTHON_BACKENDS, is_done
+from gradwire.errors import MismatchError
+from gradwire.shm import meeting, reduction
+from gradwire.shm.regions import RINGS
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
@@ -248,3 +253,172 @@ def test_over_hosts_that_share_no_network(ranks):
         assert found == [found[0]] * sum(ranks)
         for body in ("blocks of different sizes", "averages and bits", "messages", "objects"):
             run_ranks(BODIES[body], sum(ranks), hosts=hosts, timeout=100.0)
+
+
+# -- reductions of large tensors, in pieces
+
+
+BYTES = reduction._UNCUT_BYTES
+BY_NAME = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+def exact(rank, count, dtype):
+    """Small integers: their sums are exact in each of the dtypes."""
+    return ((torch.arange(count) * (rank + 3)) % 13 - 6).to(dtype)
+
+
+def reduced_by(world, count, dtype, op):
+    stacked = torch.stack([exact(rank, count, dtype).double() for rank in range(world)])
+    found = stacked.amax(0) if op == "max" else stacked.sum(0)
+    return (found / world if op == "avg" else found).to(dtype)
+
+
+def reduce_all(count, dtype, op):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensor = gradwire.shm.empty(count, dtype=dtype)
+    tensor.copy_(exact(rank, count, dtype))
+    dist.all_reduce(tensor, BY_NAME[op])
+    assert torch.equal(tensor, reduced_by(world, count, dtype, op))
+    tensor.copy_(exact(rank, count, dtype))
+    dist.reduce(tensor, world - 1, BY_NAME[op])
+    if rank == world - 1:
+        assert torch.equal(tensor, reduced_by(world, count, dtype, op))
+    else:
+        assert torch.equal(tensor, exact(rank, count, dtype))
+
+
+def scatter_reduced(count, dtype, op):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    source = gradwire.shm.empty(count * world, dtype=dtype)
+    source.copy_(exact(rank, count * world, dtype))
+    out = torch.empty(count, dtype=dtype)
+    dist.reduce_scatter_tensor(out, source, BY_NAME[op])
+    whole = reduced_by(world, count * world, dtype, op)
+    assert torch.equal(out, whole[rank * count :][:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("op", BY_NAME)
+def test_reductions_in_pieces(dtype, op):
+    if op == "avg" and not dtype.is_floating_point:
+        pytest.skip("integers are not averaged")
+    share = BYTES // dtype.itemsize
+    run_ranks(reduce_all, args=(2 * share + 333, dtype, op))
+    run_ranks(scatter_reduced, args=(share + 333, dtype, op))
+
+
+def test_only_long_shares_are_cut():
+    whole = torch.arange(BYTES // 4)
+    assert whole.nbytes == 2 * BYTES
+    assert len(reduction._in_pieces([whole[: BYTES // 8]])) == 1
+    pieces = reduction._in_pieces([whole, -whole])
+    assert len(pieces) > 2
+    for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
+        assert torch.equal(torch.cat(column), tensor)
+
+
+def reduce_through(number, count):
+    """Reductions of ordinary tensors whose ranks all ask for one ring."""
+    world, float32, chosen = dist.get_world_size(), torch.float32, meeting.ring_for
+    meeting.ring_for = lambda *_, **__: number
+    try:
+        rank = dist.get_rank()
+        tensor, whole = exact(rank, count, float32), reduced_by(world, count, float32, "sum")
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, whole)
+        tensor.copy_(exact(rank, count, float32))
+        dist.reduce(tensor, world - 1)
+        assert torch.equal(tensor, whole if rank == world - 1 else exact(rank, count, float32))
+        each = count // world
+        out = torch.empty(each)
+        dist.reduce_scatter_tensor(out, exact(rank, each * world, float32))
+        assert torch.equal(out, whole[rank * each :][:each])
+    finally:
+        meeting.ring_for = chosen
+    return list(shm_backend_of(dist.group.WORLD).state._staging)
+
+
+@pytest.mark.parametrize("number", range(len(RINGS)))
+def test_reductions_pass_through_every_ring(number):
+    """Which one the ranks ask for goes by the machine's cores; here it is used more than once."""
+    ring = RINGS[number]
+    count = ring.slots * ring.slot_bytes // 4 + 333
+    for used in run_ranks(reduce_through, 3, backend="shm", args=(number, count)):
+        assert used == [number]
+
+
+# -- gather and scatter with every combination of block sizes: right, or an error on all
+
+
+def numbers(rank, count):
+    return torch.arange(float(count)) + 10 * rank
+
+
+def gathered(have, expected, root, group=None):
+    """Whether what each rank has came to the root as it expects it."""
+    rank = dist.get_rank()
+    into = [torch.zeros(count) for count in expected] if rank == root else None
+    dist.gather(numbers(rank, have[rank]), into, root, group=group)
+    return into is None or all(torch.equal(x, numbers(r, len(x))) for r, x in enumerate(into))
+
+
+def scattered(expected, have, root, group=None):
+    """Whether each rank got what the root has for it."""
+    rank = dist.get_rank()
+    blocks = [numbers(r, count) for r, count in enumerate(have)] if rank == root else None
+    out = torch.zeros(expected[rank])
+    dist.scatter(out, blocks, root, group=group)
+    return torch.equal(out, numbers(rank, len(out)))
+
+
+def all_sizes(sizes):
+    size, moved, refused = dist.get_world_size(), 0, []
+    tables = list(product(sizes, repeat=size))
+    for root, call in product(range(size), (gathered, scattered)):
+        for ranks, of_root in product(tables, tables):
+            if ranks == of_root:
+                assert call(ranks, of_root, root), (call, ranks, of_root)
+                moved += 1
+            else:
+                with pytest.raises(MismatchError) as caught:
+                    call(ranks, of_root, root)
+                refused.append(str(caught.value))
+    return moved, refused
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.wide)])
+def test_every_combination_of_sizes(size):
+    first, *others = run_ranks(all_sizes, size, backend="shm", timeout=60, args=([0, 2, 3],))
+    assert all(other == first for other in others)  # the same errors everywhere
+    moved, refused = first
+    assert moved == 2 * size * 3**size
+    assert len(refused) == 2 * size * (9**size - 3**size)
+    assert all("number of elements: rank" in text for text in refused)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [[90_000] * 3, [0, 90_000, 5], [900_000, 3, 2_000_000]])
+@pytest.mark.on_ranks(3)
+def test_long_blocks(sizes):
+    """Beyond what travels with headers, in ordinary memory and where ranks share it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = shm.empty(sizes[rank]) if rank % 2 else torch.empty(sizes[rank])
+    own.copy_(numbers(rank, sizes[rank]))
+    for root in range(size):
+        into = [torch.zeros(count) for count in sizes] if rank == root else None
+        dist.gather(own, into, root)
+        assert into is None or all(torch.equal(x, numbers(r, len(x))) for r, x in enumerate(into))
+        flat = shm.empty(sum(sizes)) if root % 2 else torch.empty(sum(sizes))
+        blocks = flat.split(sizes)
+        for r, block in enumerate(blocks):
+            block.copy_(numbers(r, len(block)))
+        out = torch.zeros(sizes[rank])
+        dist.scatter(out, list(blocks) if rank == root else None, root)
+        assert torch.equal(out, numbers(rank, len(out)))
+
+
+@pytest.mark.on_ranks(2)
+def test_a_different_root_on_each_rank():
+    with pytest.raises(MismatchError, match="gather's root: rank 0 has 0, rank 1 has 1"):
+        gathered([2, 2], [2, 2], dist.get_rank())
+    assert gathered([2, 2], [2, 2], 1)

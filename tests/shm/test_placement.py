@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.shm import semaphores
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.semaphores import PLACE_BYTES, SEMAPHORE_BYTES, Placement, Semaphore, spins_beside
+from gradwire.shm.semaphores import PLACE_BYTES, Placement
 from gradwire.testing import run_ranks
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
@@ -47,22 +44,6 @@ def test_a_rank_is_beside_the_one_that_waited_on_its_core() -> None:
         assert ranks[1].is_beside(2)
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_rank_yields_at_once_on_the_peer_s_core(is_beside: bool, monkeypatch) -> None:
-    memory = (ctypes.c_ubyte * SEMAPHORE_BYTES)()
-    address = ctypes.c_void_p(ctypes.addressof(memory))
-    semaphore = Semaphore(address, 50, None, lambda: is_beside)
-    semaphore.create(0)
-    calls: list[str] = []
-    attempt, give_way = semaphore._try, semaphore._yield
-    monkeypatch.setattr(semaphore, "_try", lambda at: calls.append("try") or attempt(at))
-    monkeypatch.setattr(semaphore, "_yield", lambda: calls.append("yield") or give_way())
-    assert not semaphore.spin()
-    assert calls.index("yield") == (0 if is_beside else 50)
-    semaphore.post()
-    assert semaphore.spin()
-
-
 def waits_on_one_core(core: int) -> bool:
     """Whether, in a group of spinning ranks, what was sent arrives when both are on one core."""
     group = dist.new_group(backend="shm")
@@ -91,18 +72,3 @@ def waits_on_one_core(core: int) -> bool:
 def test_ranks_on_one_core_are_detected() -> None:
     core = min(os.sched_getaffinity(0))
     assert run_ranks(waits_on_one_core, 2, backend="gloo", args=(core,), timeout=60) == [True] * 2
-
-
-@TWO_CORES
-def test_a_rank_spins_longer_for_a_peer_on_other_cores() -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        with pinned_to(first):
-            assert spins_beside(other.pid) == 1, "it may use all cores"
-            os.sched_setaffinity(other.pid, {second})
-            assert spins_beside(other.pid) > semaphores._SPINS
-            assert spins_beside(0) == 1, "not in this namespace"
-    finally:
-        other.communicate(b"\n", timeout=20)
-    assert spins_beside(other.pid) == 1, "it has ended"

@@ -597,34 +597,6 @@ def test_a_rest_for_which_the_sender_has_no_memory():
         dist.irecv(torch.zeros(RING_BYTES), 0).wait(timedelta(seconds=3))
 
 
-@pytest.mark.on_ranks(2)
-def test_the_patience_is_not_for_each_message():
-    exchange_first()
-    store = store_of_the_group()
-    if dist.get_rank() == 0:
-        store.wait(["busy"], timedelta(seconds=20))
-        waits, acquire = [], MessageRing.acquire
-
-        def noted(ring, seconds):
-            acquired = acquire(ring, seconds)
-            if seconds and not acquired:
-                waits.append(seconds)
-            return acquired
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MessageRing, "acquire", noted)
-            for _ in range(50):
-                dist.send(torch.zeros(1), 1)
-        store.set("tried", "")
-        assert waits == [message_ring._GLANCE, message_ring._PATIENCE]
-        return
-    with taking_nothing(0):
-        store.set("busy", "")
-        store.wait(["tried"], timedelta(seconds=20))
-    for _ in range(50):
-        dist.recv(torch.zeros(1), 0)
-
-
 @pytest.mark.parametrize("src", [None, 1])
 @pytest.mark.on_ranks(2)
 def test_a_receive_that_is_posted_as_the_group_is_aborted(src):

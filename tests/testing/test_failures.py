@@ -23,7 +23,6 @@ from gradwire.errors import (
     CollectiveTimeoutError,
     DistributedError,
     NotSupportedError,
-    PeerLostError,
 )
 from gradwire.testing import RankError, run_ranks
 from gradwire.testing.worker import close_pool
@@ -71,6 +70,60 @@ def fail(error: BaseException) -> None:
     raise error
 
 
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def differing_sizes() -> None:
+    dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank()))
+
+
+def spoiled_end() -> None:
+    dist.destroy_process_group = lambda: fail(Custom("at the end"))  # type: ignore[assignment]
+
+
+LOCKS = [threading.Lock()]
+FAILURES: dict[str, tuple[Callable[[], object], dict[str, Any], type[Exception], str]] = {
+    "exit of Python": (on_rank(1, lambda: sys.exit(3)), {}, RankError, "rank 1 of 2: SystemExit"),
+    "exit": (on_rank(1, lambda: os._exit(7)), {}, RankError, "^fn failed on rank 1 .* code 7"),
+    "kill": (on_rank(1, killed), {}, RankError, "^fn failed on rank 1 of 2: was .* by SIGKILL"),
+    "crash": (on_rank(1, lambda: ctypes.string_at(0)), {}, RankError, "killed by SIGSEGV"),
+    "abort of Gloo": (
+        differing_sizes,
+        {"backend": "gloo"},
+        RankError,
+        r"SIGABRT[\s\S]*Received data size doesn't match",
+    ),
+    "function": (lambda: LOCKS, {}, ArgumentTypeError, "fn and args must be picklable.*lock"),
+    "argument": (lambda _: None, {"args": (Stubborn(),)}, ArgumentTypeError, "not be pickled"),
+    "argument there": (
+        lambda _: None,
+        {"args": (BreaksAtHome(),)},
+        RankError,
+        "ValueError: invalid literal",
+    ),
+    "result": (Stubborn, {}, RankError, "fn returned a Stubborn, which cannot be pickled"),
+    "result here": (BreaksAtHome, {}, DistributedError, "result of rank 0 cannot be unpickled"),
+    "hang": (on_rank(1, dist.barrier), {"timeout": 1}, CollectiveTimeoutError, "on rank 1 of 2"),
+    "stop": (
+        on_rank(1, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+        {"timeout": 0.5},
+        CollectiveTimeoutError,
+        "did not show its stack",
+    ),
+    "error at the end": (on_rank(1, spoiled_end), {}, RankError, "of 2: Custom: at the end"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.narrow({"how": ["exit of Python", "kill", "function", "argument", "result", "hang"]})
+def test_failures(how: str) -> None:
+    fn, options, error, text = FAILURES[how]
+    with pytest.raises(error, match=text) as caught:
+        run_ranks(fn, **options)
+    assert "--- rank 0" not in str(caught.value) or how == "abort of Gloo"
+
+
 def test_an_exception_comes_home_with_its_traceback() -> None:
     def divides() -> float:
         return 1 / (1 - dist.get_rank())
@@ -108,12 +161,6 @@ def test_an_exception_that_cannot_travel_is_described(make: Callable[[], Excepti
     assert type(make()).__name__ in str(failure)
 
 
-def test_leaving_python_in_a_rank_is_a_failure_too() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(on_rank(1, lambda: sys.exit(3)))
-    assert isinstance(caught.value.failures[1], SystemExit)
-
-
 def test_a_rank_error_can_itself_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(RankError("text", {1: ValueError("x")})))
     assert str(copy) == "text"
@@ -149,21 +196,6 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(
     assert "in sleeps_for_ever" in str(caught.value)
 
 
-@pytest.mark.narrow({"text": "was killed by SIGKILL"})
-@pytest.mark.parametrize(
-    ("death", "text"),
-    [
-        (lambda: os._exit(7), "exited with code 7"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
-        (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
-    ],
-)
-def test_a_death_is_named(death: Callable[[], object], text: str) -> None:
-    with pytest.raises(RankError, match=f"^fn failed on rank 1 of 2: {text}") as caught:
-        run_ranks(on_rank(1, death))
-    assert isinstance(caught.value.failures[1], PeerLostError)
-
-
 @pytest.mark.wide
 def test_a_death_quotes_what_the_rank_wrote_last() -> None:
     def aborts() -> None:
@@ -189,13 +221,6 @@ def test_a_death_is_seen_though_a_child_keeps_the_socket_open(tmp_path: Path) ->
     with pytest.raises(RankError, match="exited with code 5"):
         run_ranks(on_rank(1, leaves_a_child), timeout=50)
     os.kill(int(child.read_text()), signal.SIGKILL)  # it was still there
-
-
-@pytest.mark.wide
-def test_sizes_that_differ_between_ranks_are_a_death_on_gloo() -> None:
-    with pytest.raises(RankError, match="SIGABRT") as caught:
-        run_ranks(lambda: dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank())), backend="gloo")
-    assert "Received data size doesn't match" in str(caught.value)
 
 
 @pytest.mark.wide
@@ -253,19 +278,6 @@ def test_signal_handlers_end_with_their_call() -> None:
 
 
 @pytest.mark.wide
-def test_a_hang_names_only_the_ranks_that_hang() -> None:
-    with pytest.raises(CollectiveTimeoutError, match="on rank 1 of 2") as caught:
-        run_ranks(on_rank(1, dist.barrier), timeout=1)
-    assert "--- rank 0" not in str(caught.value)
-
-
-@pytest.mark.wide
-def test_a_stopped_rank_ends_in_an_error() -> None:
-    with pytest.raises(CollectiveTimeoutError, match="did not show its stack"):
-        run_ranks(on_rank(1, lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=0.5)
-
-
-@pytest.mark.wide
 def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.testing.ranks.LEAVE_SECONDS", 0.3)
 
@@ -273,15 +285,6 @@ def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch
         dist.destroy_process_group = lambda: time.sleep(100)  # type: ignore[assignment]
 
     with pytest.raises(CollectiveTimeoutError, match="fn returned, but rank 1 of 2 did not leave"):
-        run_ranks(on_rank(1, spoils_the_end))
-
-
-@pytest.mark.wide
-def test_an_error_in_leaving_the_group_is_an_error() -> None:
-    def spoils_the_end() -> None:
-        dist.destroy_process_group = lambda: fail(Custom("at the end"))  # type: ignore[assignment]
-
-    with pytest.raises(RankError, match="rank 1 of 2: Custom: at the end"):
         run_ranks(on_rank(1, spoils_the_end))
 
 
@@ -296,33 +299,6 @@ def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.Monke
     run_ranks(spoils_the_next_start)
     with pytest.raises(RankError, match="rank 1 of 2: Custom: no group"):
         run_ranks(dist.get_rank)
-
-
-def test_a_function_that_cannot_be_pickled() -> None:
-    lock = threading.Lock()
-    with pytest.raises(ArgumentTypeError, match=r"fn and args must be picklable.*lock"):
-        run_ranks(lambda: lock)
-    with pytest.raises(ArgumentTypeError, match="will not be pickled"):
-        run_ranks(lambda _: None, args=(Stubborn(),))
-
-
-@pytest.mark.wide
-def test_an_argument_that_cannot_be_unpickled_there() -> None:
-    with pytest.raises(RankError, match="ValueError: invalid literal"):
-        run_ranks(lambda _: None, args=(BreaksAtHome(),))
-
-
-def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(
-        RankError, match="fn returned a Stubborn, which cannot be pickled"
-    ) as caught:
-        run_ranks(Stubborn)
-    assert isinstance(caught.value.__cause__, ArgumentTypeError)
-
-
-def test_a_result_that_cannot_be_unpickled_here() -> None:
-    with pytest.raises(DistributedError, match="result of rank 0 cannot be unpickled"):
-        run_ranks(BreaksAtHome)
 
 
 @pytest.mark.parametrize(
