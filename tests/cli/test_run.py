@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gradwire._processes import ENDED, state_of_pid, wait_until
 from gradwire.cli import run_launch
 from gradwire.cli import run_launch as launch
 from gradwire.cli.app import app
@@ -212,30 +212,21 @@ def test_unmodified_program_runs_on_gradwire(command, program, environment, tmp_
 
 
 @pytest.mark.wide
-def test_failing_rank_is_explained(command, program, environment, tmp_path):
-    dumps = tmp_path / "dumps"
-    ended = command(*RUN, "--recorder", str(dumps), str(program), "fail")
+def test_a_run_records_by_default_and_prints_the_verdict(command, program, environment):
+    ended = command(*RUN, str(program), "fail")
     code, _, err = ended.end()
     assert code == 1
-    assert f"gradwire explain {dumps}" in err
-    assert "Traceback" not in err.partition("To find the cause")[2]
-    code, out, _ = command("-m", "gradwire", "explain", str(dumps), "--json").end()
+    (kept,) = left_in(environment)
+    assert kept.name.startswith(FOLDER)
+    verdict = err[err.rindex("rank 1 failed") :]
+    assert "KeyError" in verdict
+    assert "Traceback" not in verdict
+    assert f"gradwire explain {kept}" in verdict
+    assert ended.survivors() == {}
+    code, out, _ = command("-m", "gradwire", "explain", str(kept), "--json").end()
     first = json.loads(out)["findings"][0]
     assert (code, first["kind"], first["ranks"]) == (1, "error", [1])
     assert "KeyError" in first["summary"]
-    assert ended.survivors() == {}
-    assert left_in(environment) == []
-
-
-@pytest.mark.wide
-def test_a_run_records_by_default_and_prints_the_verdict(command, program, environment):
-    code, _, err = command(*RUN, str(program), "fail").end()
-    assert code == 1
-    verdict = err[err.rindex("rank 1 failed") :]
-    assert "KeyError" in verdict
-    (kept,) = left_in(environment)
-    assert kept.name.startswith(FOLDER)
-    assert f"gradwire explain {kept}" in verdict
     shutil.rmtree(kept)
     assert command(*RUN, str(program)).end()[0] == 0
     assert left_in(environment) == []  # kept only after a failure
@@ -251,43 +242,20 @@ def test_only_runs_on_one_host_record_by_default(options, records, environment, 
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_leaves_no_process(command, program, environment, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(command, program, environment, number):
+    """Those of torchrun outlive one that is killed."""
     started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
     started.read_until("gloo True")
     ranks = children_of(started.process.pid)
     assert len(ranks) == 2
     os.kill(started.process.pid, number)
     code, _, err = started.end()
-    assert code == 128 + number, err
-    assert "all ranks of this host have been stopped" in err
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    assert not left_in(environment)  # of one that hung, they would show who it waited for
-
-
-@pytest.mark.wide
-def test_ranks_end_with_a_killed_launcher(command, program, environment):
-    """Ranks of torchrun survive it."""
-    started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
-    started.read_until("gloo True")
-    ranks = children_of(started.process.pid)
-    assert len(ranks) == 2
-    started.process.kill()
-    started.end()
-    end = time.monotonic() + 30
-    while any(is_running(pid) for pid in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert wait_until(lambda: all(state_of_pid(pid) in ENDED for pid in ranks), 30)
+    if number != signal.SIGKILL:
+        assert code == 128 + number, err
+        assert "all ranks of this host have been stopped" in err
+        assert not left_in(environment)  # of one that hung, they would show who it waited for
 
 
 def children_of(pid: int) -> list[int]:

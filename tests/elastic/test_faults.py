@@ -21,6 +21,7 @@ from benchmarks.hosts import INTERFACE, Hosts, why_no_hosts
 
 from elastic import program
 from elastic.kills import Members, serve
+from gradwire._processes import ENDED, state_of_pid
 
 PROGRAM = Path(__file__).with_name("program.py")
 LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
@@ -360,7 +361,8 @@ def test_the_supervisor_is_killed(members: Programs) -> None:
     members.start("", members=2, steps=10**6, launcher=launcher)
     pids = members.until_trained(2)
     members.launched[0].kill()
-    members.until(lambda: not any(map(runs, pids)), "members outlive their supervisor")
+    ended = lambda: all(state_of_pid(pid) in ENDED for pid in pids)  # noqa: E731
+    members.until(ended, "members outlive their supervisor")
 
 
 @LONG
@@ -377,13 +379,6 @@ def test_torchrun_with_one_agent_for_each_member(members: Programs) -> None:
         ends = members.until_ended(2)
     assert [end.get("digest", end) for end in ends] == [digest_of(200)] * 2
     assert not {end["pid"] for end in ends} & set(first)
-
-
-def runs(pid: int) -> bool:
-    """Return True if a process runs."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 # -- two hosts

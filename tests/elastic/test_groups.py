@@ -22,6 +22,7 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
+from gradwire._processes import wait_until
 from gradwire.elastic.membership import ports_of
 from gradwire.elastic.runtime import GenerationGroup, _in_thread, form_gloo, wait_for
 from gradwire.errors import PeerLostError
@@ -143,9 +144,9 @@ def test_a_backend_is_destroyed_in_a_thread_of_its_own(early: bool) -> None:
     del owner
     assert not destroyed_in  # it is stuck
     stuck.set()
-    wait_until(lambda: bool(destroyed_in))
+    assert wait_until(lambda: bool(destroyed_in), 60)
     assert destroyed_in != [threading.get_ident()]
-    wait_until(lambda: destroy not in _groups._BACKENDS)
+    assert wait_until(lambda: destroy not in _groups._BACKENDS, 60)
 
 
 def form_pair(timeout: timedelta) -> list[GenerationGroup]:
@@ -171,13 +172,6 @@ def test_the_last_reference_to_a_group_in_a_collective_does_not_block() -> None:
     second.leave(failed=True)  # ends the collective
     with pytest.raises(RuntimeError):
         work.wait()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 EXITS = """

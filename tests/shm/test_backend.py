@@ -130,18 +130,6 @@ def test_groups_split():
         assert y.item() == 2
 
 
-@pytest.mark.on_ranks(2)
-def test_batches_of_messages():
-    other, x = 1 - dist.get_rank(), torch.full((3,), float(dist.get_rank()))
-    got = torch.empty(3)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, got, other)]
-    )
-    for work in works:
-        work.wait()
-    assert got.tolist() == [float(other)] * 3
-
-
 PAIR = """
 import sys
 import torch, torch.distributed as dist, gradwire.shm

@@ -22,6 +22,7 @@ from torch import nn
 import gradwire
 import gradwire.shm
 from gradwire import collectives
+from gradwire._processes import wait_until
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
     ArgumentError,
@@ -370,10 +371,9 @@ def left_behind():
         dist.destroy_process_group(group)
         del group
         dist.barrier()
-        until = time.monotonic() + 20  # a thread destroys the engine between hosts
-        while counts and open_now() != counts[-1] and time.monotonic() < until:
-            time.sleep(0.01)
-        if not counts:
+        if counts:  # a thread destroys the engine between hosts
+            wait_until(lambda: open_now() == counts[-1], 20)
+        else:
             time.sleep(1)
         counts.append(open_now())
     return counts[1] == counts[2]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire._processes import Deadline
+from gradwire._processes import Deadline, wait_until
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -137,13 +137,8 @@ def short_of(what):
     dist.barrier()
     x = gradwire.shm.empty(4_000_000, group=group) if dist.get_rank() == 0 else None
     dist.barrier()
-    deadline = time.monotonic() + 5
-    while (
-        dist.get_rank() == 1
-        and not shm_backend_of(group).state.links.lost
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    if dist.get_rank() == 1:
+        wait_until(lambda: shm_backend_of(group).state.links.lost, 5)
     resource.setrlimit(what, limits)
     dist.barrier()
     x = torch.ones(4_000_000) if x is None else x

@@ -46,9 +46,9 @@ def trained(wrapper):
         torch.testing.assert_close(gradients(net), expected)
 
 
-def compiled(net, **options):
+def compiled(net, bucket_cap_mb):
     torch._dynamo.reset()
-    return torch.compile(nn.parallel.DistributedDataParallel(net, **options), backend="eager")
+    return torch.compile(nn.parallel.DistributedDataParallel(net), backend="eager")
 
 
 @pytest.mark.parametrize(

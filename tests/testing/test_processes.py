@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gradwire._processes import ENDED, state_of_pid, wait_until
 from gradwire.testing import run_ranks
 from gradwire.testing.worker import close_pool
 
@@ -39,18 +39,11 @@ def reporting(action):
 
 
 def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    return state_of_pid(pid) not in ENDED
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"left behind: {[p for p in pids if alive(p)]}"
-        time.sleep(0.02)
+    assert wait_until(lambda: not any(map(alive, pids)), 20)
 
 
 Start = Callable[[str], "subprocess.Popen[str]"]
