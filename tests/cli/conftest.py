@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from gradwire._processes import wait_until
 
 LIMIT = 100.0
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -63,10 +64,8 @@ class Command:
 
     def survivors(self) -> dict[int, str]:
         """Return processes of the session that remain after some time."""
-        deadline = time.monotonic() + LIMIT
-        while (left := self.alive()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return left
+        wait_until(lambda: not self.alive(), LIMIT)
+        return self.alive()
 
 
 @pytest.fixture

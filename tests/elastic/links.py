@@ -14,7 +14,8 @@ import random
 import shutil
 import socket
 import subprocess
-import time
+
+from gradwire._processes import wait_until
 
 STORE = "10.78.0.1"
 """Address of the calling process on the bridge."""
@@ -46,10 +47,7 @@ def leave_network() -> None:
     if _LIBC.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    until = time.monotonic() + 30
-    while not _is_connected():
-        assert time.monotonic() < until, "this process got no network"
-        time.sleep(0.005)
+    assert wait_until(_is_connected, 30, 0.005), "this process got no network"
 
 
 def _is_connected() -> bool:
@@ -59,10 +57,9 @@ def _is_connected() -> bool:
 
 def connect_network(pid: int) -> None:
     """Connect a process that calls `leave_network` to the bridge."""
-    until, mine = time.monotonic() + 30, os.readlink("/proc/self/ns/net")
-    while os.readlink(f"/proc/{pid}/ns/net") == mine:
-        assert time.monotonic() < until, f"process {pid} has no network of its own"
-        time.sleep(0.005)
+    mine = os.readlink("/proc/self/ns/net")
+    own = wait_until(lambda: os.readlink(f"/proc/{pid}/ns/net") != mine, 30, 0.005)
+    assert own, f"process {pid} has no network of its own"
     _run(f"ip link add member{pid} type veth peer name {DEVICE} netns {pid}")
     _run(f"ip link set member{pid} master bridge0 up")
     inside = f"nsenter -t {pid} --net ip"

@@ -21,7 +21,7 @@ from benchmarks.hosts import INTERFACE, Hosts, why_no_hosts
 
 from elastic import program
 from elastic.kills import Members, serve
-from gradwire._processes import ENDED, state_of_pid
+from gradwire._processes import ENDED, state_of_pid, wait_until
 
 PROGRAM = Path(__file__).with_name("program.py")
 LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
@@ -91,10 +91,7 @@ class Programs(Members):
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
         """Wait."""
-        deadline = time.monotonic() + LIMIT
-        while not holds():
-            assert time.monotonic() < deadline, f"{what}: {self.log.read_text()[-2000:]}"
-            time.sleep(0.02)
+        assert wait_until(holds, LIMIT), f"{what}: {self.log.read_text()[-2000:]}"
 
     def until_trained(self, count: int, steps: int = 3) -> list[int]:
         """Wait until so many processes have committed some steps; their ids."""

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from gradwire import elastic
+from gradwire._processes import wait_until
 from gradwire.elastic.__main__ import main
 from gradwire.elastic.membership import (
     LAUNCH_VARIABLES,
@@ -127,9 +127,7 @@ def send(supervised: Supervised, *numbers: int) -> threading.Thread:
     """Send signals to this process when two members are ready, each when the one before came."""
 
     def wait(pattern: str) -> None:
-        deadline = time.monotonic() + 60
-        while len(list(supervised.folder.glob(pattern))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(list(supervised.folder.glob(pattern))) == 2, 60)
 
     def run() -> None:
         wait("ready-*")
