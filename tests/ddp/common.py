@@ -135,6 +135,9 @@ class OneProcess(nn.Module):
     def no_sync(self):
         return nullcontext()
 
+    def finalize_backward(self):
+        """Nothing waits to be finalized."""
+
 
 def in_one_process(program, module, step, ranks):
     """Return the mean over ranks of the gradients; None where no rank has one."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp import common
 from gradwire.ddp.faults import error_channel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `ddp` is not installed
 
 
 def _with_quick_polls(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +38,4 @@ def quick_polls(
 @pytest.fixture
 def same_as_one_process(each_backend: str) -> Callable[..., None]:
     """The oracle of `ddp.common`, on each backend."""
-    from ddp import common
-
     return partial(common.same_as_one_process, backend=each_backend)

@@ -223,34 +223,6 @@ def test_the_wrapper_can_be_dropped():
     assert (dist.group.WORLD._get_sequence_number_for_group() - sent, max(hooks)) == (0, 0)
 
 
-@pytest.mark.parametrize("width", [16, 128, 1100])
-@on_ranks(2)
-def test_hooks_of_the_parameters_run_before_reduction(width):
-    net = DistributedDataParallel(nn.Linear(width, width))
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-1, 1)))
-    net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
-    assert net.module.weight.grad.unique().tolist() == [0.5]
-
-
-@pytest.mark.parametrize("width", [16, 64, 128, 1100])
-@on_ranks(2)
-def test_gradients_in_memory_of_the_users(width):
-    """Views of one flat tensor as .grad, and what else looks at a gradient's memory, stay so."""
-    net = DistributedDataParallel(nn.Linear(width, width))
-    count = sum(p.numel() for p in net.parameters())
-    flat, start = torch.zeros(count), 0
-    for p in net.parameters():
-        p.grad = flat[start : start + p.numel()].view_as(p)
-        start += p.numel()
-    array = net.module.weight.grad.numpy()
-    for _ in range(3):
-        flat.zero_()
-        net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
-        assert flat.unique().tolist() == [1.0, 2.0]  # the bias's and the weight's
-        assert (array == 2).all()
-
-
 @on_ranks(2)
 def test_evaluation_between_forward_and_backward():
     net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,57 +23,49 @@ class Dispatches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-CONTEXTS = {
-    "none": nullcontext,
-    "inference mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "default device": lambda: torch.device("meta"),
-    "fake tensors": FakeTensorMode,
-    "functions": Functions,
-    "dispatches": Dispatches,
-    "autocast": lambda: torch.autocast("cpu"),
-}
-TRANSFORMS = {
-    "grad": lambda f: torch.func.grad(f)(torch.ones(2)),
-    "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 2)),
-    "jvp": lambda f: torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),)),
-}
+def within(context):
+    def call(function):
+        with context():
+            function(torch.ones(()))
+
+    return call
 
 
-def measure():
-    return ownership._references()
-
-
-def expect_the_same(counts):
-    assert counts == (ownership.INCOMING_REFERENCES, ownership.BASE_REFERENCES)
-    assert all(1 < count < 10 for count in counts)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_counts_in_contexts(context):
-    with CONTEXTS[context]():
-        counts = measure()
-    expect_the_same(counts)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_counts_in_transforms(transform):
-    found = []
-
-    def function(x):
-        found.append(measure())
-        return x.sum()
-
-    TRANSFORMS[transform](function)
-    expect_the_same(found[0])
-
-
-def test_counts_while_a_debugger_traces():
+def traced(function):
+    """As by a debugger."""
     before = sys.gettrace()
     sys.settrace(lambda *_: lambda *_: None)
     try:
-        counts = measure()
+        function(torch.ones(()))
     finally:
         sys.settrace(before)
-    expect_the_same(counts)
+
+
+CONTEXTS = {
+    "none": lambda f: f(torch.ones(())),
+    "inference mode": within(torch.inference_mode),
+    "no_grad": within(torch.no_grad),
+    "default device": within(lambda: torch.device("meta")),
+    "fake tensors": within(FakeTensorMode),
+    "functions": within(Functions),
+    "dispatches": within(Dispatches),
+    "autocast": within(lambda: torch.autocast("cpu")),
+    "grad": lambda f: torch.func.grad(f)(torch.ones(2)),
+    "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 2)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),)),
+    "debugger": traced,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_counts_in_contexts(context):
+    found = []
+
+    def measure(x):
+        found.extend(ownership._references())
+        return x.sum()
+
+    CONTEXTS[context](measure)
+    assert found == [ownership.INCOMING_REFERENCES, ownership.BASE_REFERENCES]
+    assert all(1 < count < 10 for count in found)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import assert_average, assert_same, on_ranks
+from ddp.common import assert_average, on_ranks
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.errors import NotSupportedError, PeerFailedError
 from gradwire.testing import run_ranks
@@ -207,45 +207,6 @@ def test_random_backwards_through_several_wrappers(seed, backend):
 
 
 # -- in several groups ------------------------------------------------------------------------
-
-
-def sum_of_forwards(nets, edges, order):
-    """Backward of the wrappers in this order; every gradient is the mean over its edge's ranks."""
-    for step in range(3):
-        for net in nets.values():
-            net.zero_grad()
-        losses = [nets[i](one_input(step)).sum() for i in order]
-        sum(losses).backward()
-        for i, net in nets.items():
-            twin = copy.deepcopy(net.module)
-            twin.zero_grad()
-            for each in edges[i]:
-                value = (1.0 + each + step) / WIDTH
-                x = torch.full((2, WIDTH), value, dtype=torch.float64)
-                (twin(x).sum() / len(edges[i])).backward()
-            assert_same(net, twin)
-
-
-@pytest.mark.usefixtures("each_backend")
-@pytest.mark.parametrize("find_unused", [True, False])
-@pytest.mark.narrow({"find_unused": True, "each_backend": "gloo"}, {"find_unused": False})
-@on_ranks(3)
-def test_a_ring_of_groups_with_a_wrapper_each(find_unused):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    edges = [(0, 1), (1, 2), (0, 2)]
-    groups = [dist.new_group(list(edge)) for edge in edges]
-    torch.manual_seed(0)
-    modules = [Layers(5) for _ in edges]
-    nets = {
-        i: DistributedDataParallel(
-            modules[i], process_group=groups[i], find_unused_parameters=find_unused
-        )
-        for i in range(world)
-        if rank in edges[i]
-    }
-    # each rank begins with another wrapper: all wait in a circle if each waits in its order
-    first = {0: 0, 1: 1, 2: 2}[rank]
-    sum_of_forwards(nets, edges, sorted(nets, key=lambda i: i != first))
 
 
 @pytest.mark.usefixtures("each_backend")

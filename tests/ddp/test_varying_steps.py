@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ddp.common import OneProcess, average_used, on_ranks
+from ddp.common import on_ranks
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.errors import DistributedError
 
@@ -41,19 +38,6 @@ def batch(rank, step):
     return torch.full((2, 4), (1.0 + rank + step) / 2)
 
 
-class Both(torch.autograd.Function):
-    """Gives both of its inputs a gradient in one memory."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        return a + b
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        return grad.view(4, 4), grad.view(4, 4)
-
-
 # -- one kind of step after another: gradients are those of one process -------------------------
 
 
@@ -67,16 +51,6 @@ def cleared_in_part(net, rank, x):
 def local_before(net, rank, x):
     """A backward without a forward stays local, and is averaged with the next."""
     (net.module.layers[0].weight.square().sum() * (1 + rank)).backward()
-    squares(net, x).backward()
-
-
-def in_one_memory(net, rank, x):
-    """A backward outside of the wrapper may leave two gradients in one memory: each is added to."""
-    a, b = (net.module.layers[i].weight for i in (1, 2))
-    (Both.apply(a, b) * torch.arange(16.0).view(4, 4) * (1 + rank)).sum().backward()
-    if isinstance(net, OneProcess):  # which no wrapper looks after
-        assert a.grad.data_ptr() == b.grad.data_ptr()
-        b.grad = b.grad.clone()
     squares(net, x).backward()
 
 
@@ -154,7 +128,6 @@ FROZEN = [frozen, frozen_after_the_forward, frozen_after_others]
 PROGRAMS = [
     cleared_in_part,
     local_before,
-    in_one_memory,
     used_by_the_loss,
     past_the_outputs,
     frozen_and_past_the_outputs,
@@ -198,21 +171,6 @@ def test_parameters_frozen_on_some_ranks(program, ranks, options, hook, same_as_
     same_as_one_process(run, options=options, hook=hook, model=Net, steps=5, **near)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("after_outputs", [True, False])
-def test_checkpoints(use_reentrant, after_outputs, same_as_one_process):
-    run = partial(checkpoint, use_reentrant=use_reentrant)
-
-    def program(net, rank, step):
-        x = batch(rank, step).requires_grad_()
-        if after_outputs:
-            run(net.module.layers[1], net(x, use=[0, 2, 3])).square().sum().backward()
-        else:
-            net(x, run=run).sum().backward()
-
-    same_as_one_process(program, model=Net, steps=5)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("first", [range(1, 4), range(1)])
 def test_one_loss_of_a_forward_and_one_under_no_sync(first, options, same_as_one_process):
@@ -231,63 +189,53 @@ def test_one_loss_of_a_forward_and_one_under_no_sync(first, options, same_as_one
     same_as_one_process(program, options=options, model=Net, steps=5)
 
 
-# -- beside a twin --------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_sync_after_a_forward_without_a_backward(options, same_as_one_process):
+    """What it accumulates is sent later, on a rank that expects another backward, too."""
+
+    def program(net, rank, step):
+        x = batch(rank, step)
+        if rank == 0:
+            net(x)  # only to look at it
+        with net.no_sync():
+            squares(net, 2 * x).backward()
+        squares(net, x).backward()
+
+    same_as_one_process(program, options=options, model=Net, steps=4)
 
 
-class Twins:
-    """A network under a wrapper and one without: three steps have been taken."""
+KEEP = [lambda g: g, lambda g: g.detach(), lambda g: g.numpy(), lambda g: g[0]]
 
-    def __init__(self, loss=squares, **options):
-        self.twin = Net()
-        self.net = DistributedDataParallel(Net(), **options)
-        for step in range(3):
-            self.clear()
-            self.check(step, loss)
 
-    def clear(self):
-        self.net.zero_grad()
-        self.twin.zero_grad()
+def test_kept_gradients_do_not_change(same_as_one_process):
+    kept = []
 
-    def check(self, step=3, loss=squares):
-        """A step of both, with the same gradients."""
-        x = torch.full((2, 4), 1.0 + dist.get_rank() + step)
-        loss(self.net, x).backward()
-        loss(self.twin, x).backward()
-        average_used(self.twin)
-        self.check_gradients()
+    def program(net, rank, step):
+        squares(net, batch(rank, step)).backward()
 
-    def check_gradients(self):
-        for p, q in zip(self.net.parameters(), self.twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+    def check(net):
+        assert all(torch.equal(torch.as_tensor(held), value) for held, value in kept)
+        keep = KEEP[len(kept) // 8 % len(KEEP)]
+        found = [keep(p.grad) for p in net.parameters()]
+        kept.extend((held, torch.as_tensor(held).clone()) for held in found)
+
+    same_as_one_process(program, model=Net, steps=10, check=check)
 
 
 @on_ranks(2)
 def test_a_user_hook_registered_between_steps():
-    twins = Twins()
-    found = []
-    for net in (twins.net.module, twins.twin):
-        weight = net.layers[1].weight
-        weight.register_hook(lambda g, w=weight: found.append(w.grad) or 2 * g)
-        bias = net.layers[2].bias
-        bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 3 * p.grad))
-    for step in range(2):
-        twins.clear()
-        twins.check(step)
-    assert found == [None] * 4
-
-
-@on_ranks(2)
-def test_kept_gradients_do_not_change():
-    twins = Twins()
-    for keep in (lambda g: g, lambda g: g.detach(), lambda g: g.numpy(), lambda g: g[0]):
-        twins.clear()
-        twins.check()
-        kept = [keep(p.grad) for p in twins.net.parameters()]
-        values = [torch.as_tensor(k).clone() for k in kept]
-        twins.clear()
-        twins.check(step=7)
-        for k, v in zip(kept, values, strict=True):
-            assert torch.equal(torch.as_tensor(k), v)
+    net, found = DistributedDataParallel(nn.Linear(1, 1)), []
+    x = torch.tensor([[1.0 + dist.get_rank()]])
+    for step in range(5):
+        net.zero_grad()
+        net(x).sum().backward()
+        weight, bias = (p.grad.item() for p in net.parameters())
+        assert (weight, bias) == ((3.0, 3.0) if step > 2 else (1.5, 1.0))
+        if step == 2:
+            weight, bias = net.parameters()
+            weight.register_hook(lambda g, w=weight: found.append(w.grad) or 2 * g)
+            bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 3 * p.grad))
+    assert found == [None] * 2
 
 
 class Trunk(nn.Module):
@@ -330,22 +278,3 @@ def test_a_reducer_without_outputs_keeps_its_hooks():
         reducer.prepare()
         (torch.stack([*parameters]).sum() * (1 + dist.get_rank())).backward()
     assert [p.grad.tolist() for p in parameters] == [[1.5, 1.5]] * 3
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@on_ranks(2)
-def test_no_sync_after_a_forward_without_a_backward(options):
-    """What it accumulates is sent later, on a rank that expects another backward, too."""
-    twins = Twins(**options)
-    twins.clear()
-    x = torch.full((2, 4), 1.0 + dist.get_rank())
-    if dist.get_rank() == 0:
-        twins.net(x)  # only to look at it
-    with twins.net.no_sync():
-        squares(twins.net, 2 * x).backward()
-    squares(twins.twin, 2 * x).backward()
-    for p, q in zip(twins.net.parameters(), twins.twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    twins.check()
-    twins.clear()
-    twins.check()
