@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp.common import on_ranks
 
-from gradwire.collectives import all_gather, all_reduce, all_to_all, broadcast, checks, gather
+from gradwire.collectives import all_reduce, broadcast
 from gradwire.errors import MismatchError
 
 SOON_S = 10.0
@@ -70,38 +69,3 @@ def test_a_gradient_that_one_rank_wants():
         (first + second).sum().backward()
         assert x.grad is None or x.grad.tolist() == [6.0, 6.0]
         assert (x.grad is None) == (dist.get_rank() == 0)
-
-
-UNEVEN = {
-    "product": lambda x: all_reduce(x, "product"),
-    "product of fewer elements than ranks": lambda x: all_reduce(x[0], "product"),
-    "all_to_all of a list": lambda x: torch.cat(all_to_all([x, x * x])),
-    "all_to_all of an uneven list": lambda x: torch.cat(all_to_all([x[:1], x])),
-    "all_to_all of a list, started": lambda x: torch.cat(all_to_all([x, x], async_op=True).wait()),
-    "all_to_all with input splits": lambda x: all_to_all(x, input_splits=[2, 0]),
-    "all_to_all with splits": lambda x: all_to_all(x, input_splits=[1, 1], output_splits=[1, 1]),
-    "all_gather of any sizes": lambda x: all_gather(x[dist.get_rank() :], sizes="find"),
-    "all_gather of sizes": lambda x: all_gather(x[dist.get_rank() :], sizes=[2, 1]),
-    "gather of sizes": lambda x: gather(x[dist.get_rank() :], 0, sizes=[2, 1]),
-}
-
-
-def cubes(call, on_one, check):
-    x = torch.tensor([2.0, 3.0]) + dist.get_rank()
-    x.requires_grad_(dist.get_rank() == 1 or not on_one)
-    with checks(True) if check else nullcontext():
-        y = call(x)
-        assert y.requires_grad
-        (y**3).sum().backward()
-    return x.grad
-
-
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("name", UNEVEN)
-@on_ranks(2, backend="shm", timeout=30)
-def test_a_gradient_that_one_rank_wants_of(name, check):
-    mine, full = (cubes(UNEVEN[name], on_one, check) for on_one in (True, False))
-    if dist.get_rank() == 1:
-        torch.testing.assert_close(mine, full)
-    else:
-        assert mine is None

@@ -40,14 +40,6 @@ def test_messages_both_ways_have_all_derivatives():
     assert gradcheck(ping_pong, x)
 
 
-@on_ranks(3)
-def test_send_recv_has_all_derivatives():
-    rank = dist.get_rank()
-    x = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    chain = {"dst": rank + 1 if rank < 2 else None, "src": rank - 1 if rank else None}
-    assert gradcheck(lambda x: C.send_recv(x * x, **chain), x)
-
-
 @on_ranks(1)
 def test_messages_to_oneself_and_to_nobody_are_refused():
     x = torch.ones(1)
@@ -58,34 +50,6 @@ def test_messages_to_oneself_and_to_nobody_are_refused():
             move(x)
     with pytest.raises(ArgumentError, match="global rank 5"):
         C.send_recv(x, 5)
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-@on_ranks(3)
-def test_halos_of_uneven_slabs(wrap):
-    rank = dist.get_rank()
-    rows = rank + 2  # at least the widths
-    whole = torch.arange(9.0)  # slabs of 2, 3 and 4
-    slab = whole.split([2, 3, 4])[rank]
-    padded = torch.cat([whole[-2:] * wrap, whole, whole[:1] * wrap])
-    begin = [0, 2, 5][rank]
-    want = padded[begin : begin + rows + 3]
-    assert C.halo_exchange(slab, (2, 1), wrap=wrap).tolist() == want.tolist()
-    x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ArgumentError, match="widths is 5"):
-        C.halo_exchange(x, 5, 1)
-    assert gradcheck(lambda x: C.halo_exchange(x, (1, 2), -1, wrap=wrap) ** 2, x)
-
-
-def test_second_derivatives_through_a_halo_of_an_empty_slab():
-    def main():
-        x = torch.ones(dist.get_rank(), dtype=torch.float64, requires_grad=True)
-        y = C.halo_exchange(x + 0, 0)
-        (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        # Ranks with elements wait in the second backward for those without.
-        return torch.autograd.grad(gradient.sum(), x)[0].tolist()
-
-    assert run_ranks(main) == [[], [6.0]]
 
 
 def tree():

@@ -174,6 +174,7 @@ WRONG = [
     (lambda: C.broadcast(EYE.to_sparse(), 0), ArgumentError, "layout torch.sparse_coo"),
     (lambda: C.halo_exchange(None, 1), ArgumentTypeError, "x is a NoneType"),
     (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one int, or a tuple"),
+    (lambda: C.halo_exchange(EYE, 5, check=False), ArgumentError, "widths is 5"),
     (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
     (lambda: C.all_reduce(EYE + 0j, "max"), ArgumentError, "complex numbers are not ordered"),
     (lambda: C.all_reduce(EYE.to(torch.complex32), "avg"), ArgumentError, "op is avg, .* conv"),
