@@ -49,48 +49,6 @@ def tensors(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
     return [torch.empty(n, dtype=dtype) for n in sizes]
 
 
-def interleaved() -> list[torch.Tensor]:
-    """Six tensors of 2 elements: float, double, float, double, …; 8 and 16 bytes."""
-    return [torch.empty(2, dtype=d) for _ in range(3) for d in (torch.float32, torch.float64)]
-
-
-CASES: dict[str, tuple[tuple[Any, ...], list[list[int]], list[int]]] = {
-    "limits go on by dtype": (
-        (interleaved(), [16, 8]),
-        [[0, 2], [1], [3], [4], [5]],
-        [16, 16, 8, 8, 8],
-    ),
-    "a sparse one alone": (
-        (tensors(2, 2, 2), [1000], [False, True, False]),
-        [[0, 2], [1]],
-        [1000, 0],
-    ),
-    "given indices keep their order": (
-        (tensors(4, 4, 4), [32], [], [2, 0, 1]),
-        [[2, 0], [1]],
-        [32, 32],
-    ),
-    "sparse by index, not by place": (
-        (tensors(2, 2, 2), [1000], [True, False, False], [2, 1, 0]),
-        [[0], [2, 1]],
-        [0, 1000],
-    ),
-    "devices apart": (
-        ([torch.empty(2), torch.empty(2, device="meta"), torch.empty(2)], [100]),
-        [[0, 2], [1]],
-        [100, 100],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_assignment_to_buckets_is_pytorchs(case: str) -> None:
-    args, buckets, limits = CASES[case]
-    assert dist._compute_bucket_assignment_by_size(*args) == (buckets, limits)
-    with compat.installed():
-        assert dist._compute_bucket_assignment_by_size(*args) == (buckets, limits)
-
-
 @pytest.mark.usefixtures("installed")
 def test_bucket_assignment_rejects_wrong_input() -> None:
     assign = dist._compute_bucket_assignment_by_size
