@@ -1,9 +1,9 @@
 """Tables in the pages, written from the results that are kept in `benchmarks/results/`.
 
 `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on its own line, enclose the table of
-`results/NAME.json`. `NAME headline` has only the first measure of each case, `NAME ratios` only its
-ratios, `NAME predictions` the expectations, `NAME grid` a row for each operation, and `NAME
-contenders` one for each contender. `summary` is the table of all benchmarks. Results of
+`results/NAME.json`. `NAME ratios` has only the ratios of each case's first measure, `NAME
+predictions` the expectations, `NAME grid` a row for each operation, and `NAME contenders` one for
+each contender. `summary` is the table of all benchmarks. Results of
 `--backend shm`, `--world-size 4`, `--busy 1`, `--all` or `--only` are kept under `NAME_shm`,
 `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`. Those of a second host have the suffix `_other`.
 """
@@ -104,10 +104,6 @@ def _figures(result: Result) -> str:
     return f"{markdown(figures(result))}\n\n{conditions(result)}"
 
 
-def _headline(result: Result) -> str:
-    return f"{markdown(headline(result))}\n\n{conditions(result)}"
-
-
 def _ratios(result: Result) -> str:
     rows = headline(result)
     first = next(i for i, name in enumerate(rows.header) if name.startswith("ratio"))
@@ -128,7 +124,6 @@ VIEWS = {
     "": _figures,
     " contenders": by_contender,
     " grid": _grid,
-    " headline": _headline,
     " predictions": _predictions,
     " ratios": _ratios,
 }

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, permutations
 from statistics import median
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from benchmarks import alternate, shapes
+from benchmarks import alternate
 from benchmarks.stats import Spread, difference_ratio, geometric_mean, ratio, spread
 
 from gradwire.testing import run_ranks
-
-
-def test_two_contenders_take_turns_in_being_first() -> None:
-    rounds = [alternate.order(["a", "b"], number) for number in range(4)]
-    assert rounds == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
 
 
 def test_three_contenders_meet_in_every_order() -> None:
@@ -119,26 +112,3 @@ def test_geometric_mean() -> None:
 
 
 # -- shapes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tensors", "count", "floats"),
-    [
-        # 161 parameters of 25,557,032 elements; 53 norms with a mean, a variance and a counter
-        (shapes.resnet50, 161 + 3 * 53, 25_557_032 + 53_120),
-        (shapes.gpt2_small, 148, 124_439_808),
-        (shapes.vit_b16, 152, 86_567_656),
-        (shapes.many_small, 1000, 250_000),
-        (shapes.one_large, 1, 25_000_000),
-    ],
-)
-def test_counts(tensors: Callable[[], list[torch.Tensor]], count: int, floats: int) -> None:
-    made = tensors()
-    assert len(made) == count
-    assert sum(t.numel() for t in made if t.dtype == torch.float32) == floats
-    assert {t.device.type for t in made} == {"meta"}
-
-
-def test_resnets_counters_are_integers() -> None:
-    counters = [t for t in shapes.resnet50() if t.dtype == torch.int64]
-    assert [t.shape for t in counters] == [torch.Size([])] * 53

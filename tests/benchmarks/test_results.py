@@ -8,7 +8,7 @@ import pytest
 from benchmarks import tables
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.options import Options
-from benchmarks.plot import bars, in_words
+from benchmarks.plot import in_words
 from benchmarks.report import conditions, figures
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.stats import Estimate, Spread
@@ -55,59 +55,9 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Result.read(tmp_path / "ddp.json") == written
 
 
-def test_the_summary_is_over_cases() -> None:
-    step, memory = result(0.5, 2.0, 1.0).summary
-    assert (step.measure, step.peer, step.largest) == ("step", "torch", 2.0)
-    assert step.geometric_mean == pytest.approx(1.0)
-    assert (memory.measure, memory.geometric_mean, memory.largest) == ("memory", 1.0, 1.0)
-
-
 def test_a_ratio_that_is_not_positive_has_no_geometric_mean() -> None:
     assert result(-0.5, 2.0).summary[0].geometric_mean is None
     assert figures(result(-0.5, 2.0)).rows[-2][-1] == ""
-
-
-def test_figures_are_medians_quartiles_and_ratios() -> None:
-    rows = figures(result(0.5))
-    assert rows.header == [
-        *("case", "measure"),
-        *("gradwire", "torch", "no communication"),
-        "ratio to torch",
-    ]
-    assert rows.rows[0] == [
-        *("case 0", "step, ms"),
-        *("1.0 (0.5–1.5)", "2.0 (1.8–2.2)", "0.2 (0.2–0.2)"),  # noqa: RUF001
-        "0.500 (0.400–0.600)",  # noqa: RUF001
-    ]
-    assert rows.rows[1][4] == ""
-    assert [row[1] for row in rows.rows[2:]] == ["step", "memory"]
-
-
-def test_a_block_is_replaced_and_the_rest_stays(results: Path) -> None:
-    page = PAGE.replace("NAME", "ddp", 1)
-    once = rewritten(page, results, BENCHMARKS)
-    assert "what stood here" not in once
-    assert "| case 1 | step, ms | 1.0 (0.5–1.5) |" in once  # noqa: RUF001
-    assert once.startswith("# A page\n<!-- benchmarks:ddp -->\n")
-    assert once.endswith(PAGE.split("what stood here\n")[1])
-    assert rewritten(once, results, BENCHMARKS) == once
-
-
-def test_predictions_stand_beside_ratios(results: Path) -> None:
-    page = rewritten(PAGE.replace("NAME", "ddp predictions", 1), results, BENCHMARKS)
-    assert "| case 1 | expected of case 1 | step 2.00 of torch's; memory 1.00 of torch's |" in page
-
-
-def test_a_headline_is_the_first_measure_of_each_case(results: Path) -> None:
-    page = rewritten(PAGE.replace("NAME", "ddp headline", 1), results, BENCHMARKS)
-    assert "| case 1 | step, ms |" in page
-    assert "memory" not in page
-    assert "geometric mean" not in page
-
-
-def test_without_results_a_page_stays_as_it_is(results: Path) -> None:
-    page = PAGE.replace("NAME", "broadcast", 1)
-    assert rewritten(page, results, BENCHMARKS) == page
 
 
 @pytest.mark.parametrize("name", ["nothing", "ddp guesses"])
@@ -144,19 +94,6 @@ def test_the_chart_of_the_repository_shows_the_results_that_are_kept() -> None:
     result, svg = Result.read(RESULTS / "ddp_shm.json"), PLOT.read_text(encoding="utf-8")
     assert f">{conditions(result)}<" in svg
     assert f">{in_words(result)}<" in svg
-
-
-def test_the_same_results_give_the_same_bytes() -> None:
-    result = Result.read(RESULTS / "ddp_shm.json")
-    assert bars(result) == bars(result)
-
-
-def test_a_group_of_bars_for_each_case_and_a_bar_for_each_contender() -> None:
-    result = Result.read(RESULTS / "ddp_shm.json")
-    svg = bars(result)
-    for text in (*(case.name for case in result.cases), "gradwire on shm", "torch on Gloo"):
-        assert svg.count(f">{text}</text>") == 1
-    assert ">no communication<" not in svg
 
 
 def test_the_command_draws(tmp_path: Path) -> None:

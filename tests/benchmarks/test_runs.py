@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -61,21 +60,64 @@ def check_figures(case: CaseResult) -> None:
             assert math.isfinite(estimate.value)
 
 
+BROADCASTS = [
+    broadcast.Case("small", partial(shapes._norm, 8), "any", times=2),
+    broadcast.Case("with a large one", partial(shapes._linear, 512, 512), "any"),
+]
+CHOSEN = ["MLP, hook torch's fp16_compress_hook", "MLP, accumulation of 4", "sparse embedding"]
+USES = [
+    replace(TINY, name="three ranks", ranks=3, memory=False, starts=True),
+    *(
+        replace(case, model=TINY.model, batch=(4, 4))
+        if case.name.startswith("MLP")
+        else replace(case, batch=(4, 2))
+        for case in uses.CASES
+        if case.name in CHOSEN
+    ),
+]
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.empty(8, 8), torch.empty(3), torch.empty(1 << 16)]
+
+
+COPIES = [
+    devices.Case("add", partial(devices._adding, 4, 1), "any"),
+    devices.Case("add many", partial(devices._adding_many, 4, tensors), "any"),
+    devices.Case("copy many", partial(devices._broadcasting, 2, tensors), "any"),
+    devices.Case("copy nothing", partial(devices._broadcasting, 1, tensors), "any"),
+]
+SMALL = [case for case in differentiable.CASES if case.nbytes == 4 << 10][:3]
+ONCE = Options(rounds=1)
+MEASURED: dict[str, tuple[Any, Any, Options, list[str]]] = {
+    # cases, how they are measured, options, and the first peers
+    "broadcast": (BROADCASTS, broadcast.measure, OPTIONS, ["torch"]),
+    "broadcast on shm": (BROADCASTS, broadcast.measure, ON_SHM, ["torch", "torch on Gloo"]),
+    "collectives": (
+        [collectives.Case(op, 1 << 20) for op in collectives.OPERATIONS],
+        collectives.measure,
+        OPTIONS,
+        ["Gloo"],
+    ),
+    "ddp": ([TINY], ddp.measure, OPTIONS, ["torch"]),
+    "ddp on shm": ([TINY], ddp.measure, ON_SHM, ["torch", "torch on Gloo"]),
+    "uses": (USES, ddp.measure, replace(ONCE, world_size=OWN_WORLDS), ["torch"]),
+    "differentiable": (SMALL, differentiable.measure, ONCE, []),
+    "devices": (COPIES, devices.measure, replace(OPTIONS, world_size=1), ["torch"]),
+}
+
+
 @pytest.mark.wide
-def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
-    tiny = [
-        broadcast.Case("small", partial(shapes._norm, 8), "any", times=2),
-        broadcast.Case("with a large one", partial(shapes._linear, 512, 512), "any"),
-    ]
-    cases = broadcast.measure(tiny, OPTIONS)
-    assert [case.name for case in cases] == ["small", "with a large one"]
-    assert [case.rounds for case in cases] == [4, 2]
-    for case in cases:
-        check_figures(case)
-        (time,) = case.measures
-        assert list(time.contenders) == ["gradwire", "torch"]
-        assert time.contenders["gradwire"].median > 0
-    Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
+@pytest.mark.parametrize("name", MEASURED)
+def test_from_end_to_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
+    cases, measure, options, peers = MEASURED[name]
+    results = measure(cases, options)
+    assert [result.name for result in results] == [case.name for case in cases]
+    for result in results:
+        check_figures(result)
+        assert list(result.measures[0].ratios)[: len(peers)] == peers
+    assert conditions(Result.of("ddp", options, results))
 
 
 def all_sizes(sizes: tuple[int, ...]) -> list[CaseResult]:
@@ -103,35 +145,6 @@ def test_what_is_slower_beyond_the_interval_is_said() -> None:
     )
     assert "gather, 2 ranks, 4 B: 2.00 (2.00 to 2.00)." in all_collectives.slower([slow, fast])
     assert all_collectives.slower([fast]).startswith("No operation")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("op", collectives.OPERATIONS)
-def test_collectives_from_end_to_end(op: str) -> None:
-    large = collectives.Case(op, 1 << 20)
-    (case,) = collectives.measure([large], OPTIONS)
-    check_figures(case)
-    kinds = ["ordinary tensors", "in the segment"]
-    assert [measure.name for measure in case.measures] == kinds
-    bare = [] if op == "ping-pong" else ["bare passes"]  # messages have none to compare with
-    for measure in case.measures:
-        assert list(measure.ratios) == ["Gloo", *bare]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("options", [OPTIONS, ON_SHM])
-def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch, options: Options) -> None:
-    """On shm, PyTorch's class on Gloo is a peer, too."""
-    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
-    (case,) = ddp.measure([TINY], options)
-    check_figures(case)
-    peers = ["torch"] if options is OPTIONS else ["torch", "torch on Gloo"]
-    step, exposed, memory = case.measures
-    assert list(step.ratios) == peers
-    assert list(step.contenders) == ["gradwire", *peers, "no communication"]
-    assert "gradwire" in exposed.contenders
-    assert "torch" in memory.contenders
-    assert case.prediction.startswith("6 gradients")
 
 
 @pytest.mark.parametrize(
@@ -290,26 +303,6 @@ def test_the_cases_of_all_uses_have_names_and_can_be_sent_to_ranks() -> None:
     assert {case.ranks for case in uses.CASES} == {2, 4, 8}
 
 
-@pytest.mark.wide
-def test_uses_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook, a program, sparse gradients and another number of ranks, on tiny networks."""
-    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
-    chosen = ["MLP, hook torch's fp16_compress_hook", "MLP, accumulation of 4", "sparse embedding"]
-    tiny = [
-        replace(case, model=TINY.model, batch=(4, 4))
-        if case.name.startswith("MLP")
-        else replace(case, batch=(4, 2))
-        for case in uses.CASES
-        if case.name in chosen
-    ]
-    three = replace(TINY, name="three ranks", ranks=3, memory=False, starts=True)
-    results = ddp.measure([three, *tiny], Options(rounds=1, world_size=OWN_WORLDS))
-    assert [case.name for case in results] == ["three ranks", *chosen]
-    for case in results:
-        check_figures(case)
-    assert [m.name for m in results[0].measures][2:] == ["construction", "first step"]
-
-
 def test_the_guard_compares_with_what_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [name for check in guard.CHECKS for name in check.names]
     assert len(checks) == 10
@@ -331,40 +324,6 @@ def test_the_guard_compares_with_what_is_committed(monkeypatch: pytest.MonkeyPat
 
 
 # -- differentiable -------------------------------------------------------------------------------
-
-
-OPS = [op.name for op in differentiable.OPS]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(OPS[:3], id="three"),
-        pytest.param(
-            OPS,
-            id="every",
-            marks=pytest.mark.skipif(
-                os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1"
-            ),
-        ),
-    ],
-)
-def test_operations_from_end_to_end(names: list[str]) -> None:
-    small = [case for case in differentiable.CASES if case.nbytes == 4 << 10]
-    tiny = [case for case in small if case.op.name in names]
-    assert [case.op.name for case in tiny] == names
-    for case in differentiable.measure(tiny, Options(rounds=1)):
-        assert [m.name for m in case.measures] == ["forward", "forward and backward"]
-        for measure in case.measures:
-            assert list(measure.contenders) == [
-                "gradwire",
-                "gradwire, checked",
-                "gradwire on shm",
-                "torch",
-                "raw",
-            ]
-            assert all(math.isfinite(ratio.value) for ratio in measure.ratios.values())
 
 
 def test_a_wrong_gradient_is_refused() -> None:
@@ -406,28 +365,6 @@ def test_hooks_from_end_to_end() -> None:
 
 
 # -- devices --------------------------------------------------------------------------------------
-
-
-def tiny() -> list[torch.Tensor]:
-    return [torch.empty(8, 8), torch.empty(3), torch.empty(1 << 16)]
-
-
-@pytest.mark.wide
-def test_devices_from_end_to_end() -> None:
-    options = Options(rounds=2, world_size=1)
-    cases = [
-        devices.Case("add", partial(devices._adding, 4, 1), "any"),
-        devices.Case("add many", partial(devices._adding_many, 4, tiny), "any"),
-        devices.Case("copy many", partial(devices._broadcasting, 2, tiny), "any"),
-        devices.Case("copy nothing", partial(devices._broadcasting, 1, tiny), "any"),
-    ]
-    results = devices.measure(cases, options)
-    contenders = ["gradwire", "torch", "torch, one device", "copying in place"]
-    found = [list(case.measures[0].contenders) for case in results]
-    assert found == [contenders, contenders, [*contenders[:2], contenders[3]], contenders[:2]]
-    for case in results:
-        assert all(math.isfinite(e.value) for e in case.measures[0].ratios.values())
-    assert conditions(Result.of("devices", options, results)).startswith("one process, 2 rounds, ")
 
 
 def test_a_wrong_result_of_devices_is_found_out() -> None:
