@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 from pathlib import Path
 
 import pytest
-
-import gradwire_autoload
 
 BARE = "import sys, torch; print([m for m in sys.modules if m.partition('.')[0] == 'gradwire'])"
 SHM_GROUP = """
@@ -21,17 +18,6 @@ assert x.tolist() == [1.0] * 3
 print(dist.get_backend(), dist.group.WORLD.name() if dist.get_rank() == 0 else "")
 dist.destroy_process_group()
 """
-
-
-def test_it_has_no_import_of_the_package():
-    tree = ast.parse(Path(gradwire_autoload.__file__).read_text())
-    modules = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
-    }
-    assert not [name for name in modules if name and name.partition(".")[0] == "gradwire"]
 
 
 def test_import_torch_registers_shm_without_importing_gradwire(run):

@@ -1,12 +1,12 @@
-"""Ranks that share one device, a network, and the mean of its gradients over ranks."""
+"""Ranks that share one device, a network, and steps held against one process."""
 
 from __future__ import annotations
 
-import copy
 import os
 
 import torch
 import torch.distributed as dist
+from ddp.common import in_one_process
 from torch import nn
 
 from gradwire.ddp.buckets import packed
@@ -63,41 +63,23 @@ class Net(nn.Module):
         return self.head(torch.tanh(h))
 
 
-def batch(number=0, rows=4):
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-    return torch.randn(rows, 8, generator=generator).to(DEVICE)
+def batch(number=0, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, 8, generator=generator).to(DEVICE)
 
 
 def network(wide=256):
     return Net(wide).to(DEVICE)
 
 
-def twin_of(net):
-    return copy.deepcopy(net.module)
-
-
-def average(module, *, tolerant=False):
-    """Replace gradients by their mean over ranks, one at a time."""
-    for p in module.parameters():
-        used = torch.tensor(0.0 if p.grad is None else 1.0).to(DEVICE)
-        dist.all_reduce(used)
-        if not used.item():
+def assert_same(net, expected, *, tolerance=EXACT):
+    """Compare gradients with those of one process, and between ranks bit by bit."""
+    for (name, p), want in zip(net.module.named_parameters(), expected, strict=True):
+        assert (p.grad is None) == (want is None), name
+        if want is None:
             continue
-        if p.grad is None:
-            assert tolerant
-            p.grad = torch.zeros_like(p)
-        g = p.grad.to_dense().contiguous()
-        dist.all_reduce(g)
-        p.grad = g / dist.get_world_size()
-
-
-def assert_same(net, twin, *, tolerance=EXACT):
-    """Compare gradients with the twin's, and between ranks bit by bit."""
-    for (name, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is None:
-            continue
-        got, want = p.grad.to_dense().cpu(), q.grad.cpu()
+        got = p.grad.to_dense()
         scale = max(want.abs().max().item(), 1e-3)
         off = (got - want).abs().max().item()
         assert off <= tolerance * scale, f"{name}: off by {off:.3g} of {scale:.3g}"
@@ -112,21 +94,18 @@ def assert_same_bits(tensor, name=""):
     assert all(other == held[0] for other in held), f"{name} differs between ranks"
 
 
-def backward(net, twin, number=0, *, tolerance=EXACT, tolerant=False, **forward):
-    """Compare the gradients of a step with the mean of the twin's."""
-    for module in (net, twin):
-        module.zero_grad()
-        module(batch(number), **forward).square().mean().backward()
-    average(twin, tolerant=tolerant)
-    assert_same(net, twin, tolerance=tolerance)
+def plain(net, rank, number):
+    net(batch(number, rank)).square().mean().backward()
 
 
-def train(net, twin, *, steps=4, tolerance=EXACT, tolerant=False, **forward):
-    """Take steps with a wrapper and with its twin, and compare gradients after each."""
+def train(net, program=plain, *, steps=4, tolerance=EXACT):
+    """Take steps, and compare the gradients of each with those of one process."""
     for number in range(steps):
-        backward(net, twin, number, tolerance=tolerance, tolerant=tolerant, **forward)
+        expected = in_one_process(program, net.module, number, dist.get_world_size())
+        net.zero_grad()
+        program(net, dist.get_rank(), number)
+        assert_same(net, expected, tolerance=tolerance)
         with torch.no_grad():
-            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-                if q.grad is not None:
-                    q -= 0.01 * q.grad
-                    p.copy_(q)
+            for p in net.parameters():
+                if p.grad is not None:
+                    p -= 0.01 * p.grad

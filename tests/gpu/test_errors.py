@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.common import EXACT, WORLDS, batch, network, run, train, twin_of
+from gpu.common import EXACT, WORLDS, batch, network, run, train
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, PeerLostError
 
@@ -39,12 +39,12 @@ def test_an_error_on_one_rank_is_raised_on_all(hook):
         net = DistributedDataParallel(network(), bucket_cap_mb=0.01, broadcast_buffers=False)
         net.register_comm_hook(None, hook)
         tolerance = 2e-2 if hook else EXACT
-        train(net, twin_of(net), steps=2, tolerance=tolerance)
+        train(net, steps=2, tolerance=tolerance)
         wrong = dist.get_rank() == 1
         with pytest.raises(ArithmeticError if wrong else PeerFailedError):
             take_steps(net, 2, wrong=wrong)
         net.zero_grad()
-        train(net, twin_of(net), steps=2, tolerance=tolerance)
+        train(net, steps=2, tolerance=tolerance)
 
     run(main, 2, timeout=50)
 
@@ -71,6 +71,6 @@ def test_a_parameter_without_a_gradient(ranks, backend):
         with pytest.raises(Exception, match=r"optional\.weight"):
             net(batch())
         net.zero_grad()
-        train(net, twin_of(net), steps=2)
+        train(net, steps=2)
 
     run(main, ranks, backend)

@@ -7,9 +7,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import in_one_process
 from torch import nn
 
-from gpu.common import DEVICE, ON_GPU, ONE, WORLDS, assert_same, average, batch, run, twin_of
+from gpu.common import DEVICE, ON_GPU, ONE, WORLDS, assert_same, batch, plain, run
 from gradwire.ddp import DistributedDataParallel
 
 SLOW = 20_000_000
@@ -59,19 +60,14 @@ class Layers(nn.Module):
         return torch.stack(parts).sum(0)
 
 
-def check(net, *, steps=4, around=contextlib.nullcontext):
-    streams, net.module.streams = net.module.streams, []  # cannot be copied
-    twin = twin_of(net)
-    net.module.streams = streams
+def check(net, program=plain, *, steps=4):
     for number in range(steps):
-        x = batch(number)
+        streams, net.module.streams = net.module.streams, []  # cannot be copied
+        expected = in_one_process(program, net.module, number, dist.get_world_size())
+        net.module.streams = streams
         net.zero_grad()
-        with around():
-            net(x).square().mean().backward()
-        twin.zero_grad()
-        twin(x).square().mean().backward()
-        average(twin)
-        assert_same(net, twin)
+        program(net, dist.get_rank(), number)
+        assert_same(net, expected)
 
 
 OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"lazy_bucket_allocation": True}]
@@ -126,14 +122,13 @@ def test_built_on_one_stream_and_trained_on_another(ranks, backend):
         check(net)
         other = stream()
 
-        @contextlib.contextmanager
-        def elsewhere():
+        def elsewhere(net, rank, number):
             wait(other, None)
             with other:
-                yield
+                plain(net, rank, number)
             wait(None, other)
 
-        check(net, around=elsewhere)
+        check(net, elsewhere)
 
     run(main, ranks, backend)
 
@@ -143,18 +138,16 @@ def test_results_are_finalized_on_another_stream(ranks, backend):
     def main():
         net = DistributedDataParallel(Layers().to(DEVICE))
         net.require_manual_backward_finalization = True
-        twin, side = twin_of(net), stream()
-        for number in range(3):
-            net.zero_grad()
+        side = stream()
+
+        def program(net, rank, number):
             busy()
-            net(batch(number)).square().mean().backward()
+            plain(net, rank, number)
             with side:
                 net.finalize_backward()
             wait(None, side)
-            twin.zero_grad()
-            twin(batch(number)).square().mean().backward()
-            average(twin)
-            assert_same(net, twin)
+
+        check(net, program, steps=3)
 
     run(main, ranks, backend)
 

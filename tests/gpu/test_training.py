@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.common import OneProcess, in_one_process
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -20,15 +21,12 @@ from gpu.common import (
     ON_GPU,
     ONE,
     WORLDS,
-    assert_same,
     assert_same_bits,
-    average,
-    backward,
     batch,
     network,
+    plain,
     run,
     train,
-    twin_of,
 )  # fmt: skip
 from gradwire import elastic, hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
@@ -52,7 +50,7 @@ OPTIONS = {
 
 def train_with(options):
     net = DistributedDataParallel(network(), **options)
-    train(net, twin_of(net))
+    train(net)
 
 
 @pytest.mark.parametrize(("ranks", "backend"), WORLDS)
@@ -67,14 +65,18 @@ def test_gradients_with_each_option(ranks, backend):
     run(main, ranks, backend, timeout=90)
 
 
+def left_out(net, rank, number):
+    net(batch(number, rank), whole=False).square().mean().backward()
+
+
 @pytest.mark.parametrize(("ranks", "backend"), WORLDS)
 def test_a_part_that_is_left_out(ranks, backend):
     def main():
         for options in ({}, {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.01}):
             net = DistributedDataParallel(network(), find_unused_parameters=True, **options)
-            train(net, twin_of(net), tolerant=True, whole=False)
+            train(net, left_out)
         net = DistributedDataParallel(network(), static_graph=True)
-        train(net, twin_of(net), tolerant=True, whole=False)
+        train(net, left_out)
 
     run(main, ranks, backend)
 
@@ -113,23 +115,21 @@ def test_stock_hooks(ranks, backend):
                 check_lossy(net, name)
                 continue
             try:
-                train(net, twin_of(net), tolerance=tolerance)
+                train(net, tolerance=tolerance)
             except AssertionError as error:
                 raise AssertionError(f"hook {name}: {error}") from error
 
     run(main, ranks, backend, timeout=90)
 
 
-def check_lossy(net, name, *, start=0, least=0.3):
+def check_lossy(net, name, program=plain, *, start=0, least=0.3):
     """A compressed mean points to where the mean does, and is the same on all ranks."""
-    twin = twin_of(net)
     for number in range(start + 3):
-        for module in (net, twin):
-            module.zero_grad()
-            module(batch(number)).square().mean().backward()
-        average(twin)
+        expected = in_one_process(program, net.module, number, dist.get_world_size())
+        net.zero_grad()
+        program(net, dist.get_rank(), number)
     got = torch.cat([p.grad.flatten() for p in net.parameters()])
-    want = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    want = torch.cat([g.flatten() for g in expected])
     likeness = torch.cosine_similarity(got, want, dim=0).item()
     assert likeness > least, f"{name}: {likeness}"
     assert_same_bits(got, name)
@@ -144,7 +144,7 @@ def test_torchs_hooks():
             given = state and power.PowerSGDState(None, start_powerSGD_iter=2, **state)
             net.register_comm_hook(given, hook)
             if tolerance:
-                train(net, twin_of(net), tolerance=tolerance)
+                train(net, tolerance=tolerance)
             else:
                 check_lossy(net, name, start=3)
 
@@ -164,88 +164,78 @@ def test_autocast(ranks, backend):
     run(main, ranks, backend)
 
 
-def accumulate(net, twin):
-    for number in range(3):
-        with net.no_sync():
-            net(batch(3 * number)).square().mean().backward()
-        net(batch(3 * number + 1)).square().mean().backward()
-        for i in range(2):
-            twin(batch(3 * number + i)).square().mean().backward()
-        average(twin)
-        assert_same(net, twin)
-        for module in (net, twin):
-            module.zero_grad(set_to_none=number == 0)
+def accumulate(net, rank, number):
+    with net.no_sync():
+        plain(net, rank, 3 * number)
+    plain(net, rank, 3 * number + 1)
 
 
-def forward_twice(net, twin):
-    for number in range(3):
-        for module in (net, twin):
-            module.zero_grad()
-            loss = module(batch(number)).square().mean() + module(batch(9)).mean()
-            loss.backward()
-        average(twin)
-        assert_same(net, twin)
+def forward_twice(net, rank, number):
+    (net(batch(number, rank)).square().mean() + net(batch(9, rank)).mean()).backward()
 
 
-def finalize_by_hand(net, twin):
+def finalize_by_hand(net, rank, number):
     net.require_manual_backward_finalization = True
-    for number in range(3):
-        for module in (net, twin):
-            module.zero_grad()
-            module(batch(number)).square().mean().backward()
-        net.finalize_backward()
-        average(twin)
-        assert_same(net, twin)
+    plain(net, rank, number)
+    net.finalize_backward()
+    net.require_manual_backward_finalization = False
 
 
-def weigh(net, twin):
-    weights = [r + 1.0 for r in range(dist.get_world_size())]
-    own = weights[dist.get_rank()] * len(weights) / sum(weights)
-    for number in range(3):
-        for module in (net, twin):
-            module.zero_grad()
-        net.weight(weights[dist.get_rank()])
-        net(batch(number)).square().mean().backward()
-        (own * twin(batch(number)).square().mean()).backward()
-        average(twin)
-        assert_same(net, twin)
+def weigh(net, rank, number):
+    ranks, loss_weight = dist.get_world_size(), 1.0
+    if isinstance(net, OneProcess):
+        loss_weight = (rank + 1.0) * ranks / sum(range(1, ranks + 1))
+    else:
+        net.weight(rank + 1.0)
+    (loss_weight * net(batch(number, rank)).square().mean()).backward()
 
 
-def keep_gradients(net, twin):
-    kept = []
-    for number in range(3):
-        backward(net, twin, number)
-        kept += [(p.grad, p.grad.clone()) for p in net.parameters()]
-    assert all(torch.equal(g, was) for g, was in kept)
-
-
-def clip_and_step(net, twin):
-    """The optimizer reads gradients on the stream of the backward."""
-    sides = [(m, torch.optim.AdamW(m.parameters(), foreach=True)) for m in (net, twin)]
-    for number in range(4):
-        for module, optimizer in sides:
-            optimizer.zero_grad()
-            module(batch(number)).square().mean().backward()
-            if module is twin:
-                average(twin)
-            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            optimizer.step()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-PROGRAMS = [accumulate, forward_twice, finalize_by_hand, weigh, keep_gradients, clip_and_step]
+PROGRAMS = [accumulate, forward_twice, finalize_by_hand, weigh]
 
 
 @pytest.mark.parametrize(("ranks", "backend"), WORLDS)
 def test_programs(ranks, backend):
     def main():
         for program in PROGRAMS:
-            # buffers stay with their rank, as in the twin
-            net = DistributedDataParallel(network(), broadcast_buffers=False)
-            program(net, twin_of(net))
+            # buffers stay with their rank, as in one process
+            train(DistributedDataParallel(network(), broadcast_buffers=False), program, steps=3)
 
     run(main, ranks, backend, timeout=90)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_kept_gradients_do_not_change(ranks, backend):
+    def main():
+        net, kept = DistributedDataParallel(network(), broadcast_buffers=False), []
+        for _ in range(3):
+            train(net, steps=1)
+            kept += [(p.grad, p.grad.clone()) for p in net.parameters()]
+        assert all(torch.equal(g, was) for g, was in kept)
+
+    run(main, ranks, backend)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
+def test_clipped_gradients_and_an_optimizer(ranks, backend):
+    """They read gradients on the stream of the backward."""
+
+    def main():
+        net = DistributedDataParallel(network(), broadcast_buffers=False)
+        twin = copy.deepcopy(net.module)
+        sides = [(m, torch.optim.AdamW(m.parameters(), foreach=True)) for m in (net, twin)]
+        for number in range(4):
+            expected = in_one_process(plain, twin, number, dist.get_world_size())
+            for p, mean in zip(twin.parameters(), expected, strict=True):
+                p.grad = mean
+            net.zero_grad()
+            plain(net, dist.get_rank(), number)
+            for module, optimizer in sides:
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                optimizer.step()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+    run(main, ranks, backend)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -261,25 +251,22 @@ def test_checkpoints(reentrant):
 
     def main():
         net = DistributedDataParallel(Checkpointed(), broadcast_buffers=False)
-        train(net, twin_of(net))
+        train(net)
 
     run(main, 2)
 
 
 def test_sparse_gradients():
+    def program(net, rank, number):
+        rows = (torch.arange(6, device=DEVICE) * (rank + 1) + number) % 50
+        net(rows).square().sum().backward()
+
     def main():
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 2)).to(DEVICE)
         net = DistributedDataParallel(module)
-        twin = twin_of(net)
-        for number in range(3):
-            rows = (torch.arange(6, device=DEVICE) * (dist.get_rank() + 1) + number) % 50
-            for m in (net, twin):
-                m.zero_grad()
-                m(rows).square().sum().backward()
-            assert net.module[0].weight.grad.is_sparse
-            average(twin)
-            assert_same(net, twin)
+        train(net, program, steps=3)
+        assert net.module[0].weight.grad.is_sparse
 
     for ranks, backend in WORLDS[:2]:
         run(main, ranks, backend)
