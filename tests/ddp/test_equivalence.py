@@ -16,43 +16,10 @@ from gradwire.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("each_backend")
 
 
-class Shared(nn.Module):
-    """One parameter used in two places, and one of another dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.wide = nn.Linear(6, 2, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.wide(self.second(self.first(x).tanh()).double())
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
-        self.empty = nn.Parameter(torch.randn(0, 3))
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        y = (x.to(torch.complex64) @ self.weight).abs().square() * self.scalar
-        return y + self.empty.sum()
-
-
 def mlp():
     return nn.Sequential(
         nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 2)
     )
-
-
-def convolution():
-    net = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 1), nn.Flatten()
-    )
-    return net.to(memory_format=torch.channels_last)
 
 
 def large():
@@ -62,13 +29,8 @@ def large():
     )
 
 
-MODELS = {
-    "mlp": mlp,
-    "convolution": convolution,
-    "shared": Shared,
-    "complex": Complex,
-    "large": large,
-}
+MODELS = {"mlp": mlp, "large": large}
+"""tests/fuzz draws others, with parameters of other kinds and in several places."""
 
 
 def loss_of(net, x):

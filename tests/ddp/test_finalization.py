@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import naive
-from ddp.common import in_one_process, on_ranks
+from ddp.common import OneProcess, in_one_process, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.packed import PackedBucket
@@ -24,9 +25,9 @@ def mlp(width=8):
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
 
 
-def batch(step):
-    torch.manual_seed(10 * step + dist.get_rank())
-    return torch.randn(3, 4)
+def batch(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def expected(net, inputs):
@@ -57,27 +58,18 @@ OPTIONS = [
 
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.parametrize("options", OPTIONS)
-@on_ranks(2)
-def test_gradients_are_reduced_when_finalized(options, hook):
-    net = DistributedDataParallel(mlp(), **options)
-    if hook:
-        net.register_comm_hook(None, hook)
-    net.require_manual_backward_finalization = True
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
-    for step in range(4):
-        x = batch(step)
-        wanted = expected(net, x)
-        net.zero_grad()
-        loss = net(x).square().sum()
-        assert net.should_finalize_after_backward == (step == 0)
+def test_gradients_are_reduced_when_finalized(options, hook, same_as_one_process):
+    def program(net, rank, step):
+        net.require_manual_backward_finalization = manual = step < 4
+        loss = net(batch(step, rank)).square().sum()
+        if not isinstance(net, OneProcess):
+            assert net.should_finalize_after_backward == (step == 0)
         loss.backward()
-        net.finalize_backward()
-        torch.testing.assert_close(gradients(net), wanted, **tolerance)
-    net.require_manual_backward_finalization = False
-    assert not net.should_finalize_after_backward
-    net.zero_grad()
-    net(x).square().sum().backward()
-    torch.testing.assert_close(gradients(net), wanted, **tolerance)
+        if manual:
+            net.finalize_backward()
+
+    near = {"rtol": 1e-2, "atol": 1e-2} if hook else {}
+    same_as_one_process(program, 2, options, hook, model=mlp, steps=5, **near)
 
 
 @on_ranks(2)
@@ -259,31 +251,26 @@ def packed(net):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 @pytest.mark.parametrize("width", [8, 4096])
-@on_ranks(2)
-def test_buckets_have_memory_during_backward_only(width, hook, view):
+def test_buckets_have_memory_during_backward_only(width, hook, view, same_as_one_process):
     """Small gradients, which are copied out, and large ones, which lie in the bucket."""
-    net = DistributedDataParallel(
-        mlp(width), lazy_bucket_allocation=True, gradient_as_bucket_view=view
-    )
-    if hook:
-        net.register_comm_hook(None, hook)
-    held = []
-    last = net.module[0].weight  # its gradient is the last but one
-    last.register_post_accumulate_grad_hook(
-        lambda _: held.append([hasattr(b, "flat") for b in packed(net)])
-    )
-    for step in range(4):
-        x = batch(step)
-        net.zero_grad(set_to_none=step != 3)
-        assert not any(hasattr(b, "flat") for b in packed(net))
-        wanted = expected(net, x)
-        net(x).square().sum().backward()
+    during, kept = [], []
+
+    def program(net, rank, step):
+        if not isinstance(net, OneProcess):
+            last = net.module[0].weight  # its gradient is the last but one
+            handle = last.register_post_accumulate_grad_hook(
+                lambda _: during.append([hasattr(b, "flat") for b in packed(net)])
+            )
+        net(batch(step, rank)).square().sum().backward()
+        if not isinstance(net, OneProcess):
+            handle.remove()
+
+    def check(net):
         assert packed(net)
         assert not any(hasattr(b, "flat") for b in packed(net))
-        torch.testing.assert_close(gradients(net), wanted)
-    kept = gradients(net)
-    net.zero_grad()
-    net(batch(9)).square().sum().backward()
-    torch.testing.assert_close(kept, wanted)
-    if width == 4096 and hook is None:
-        assert any(held[-1])
+        assert all(torch.equal(a, b) for a, b in kept)
+        kept.extend((p.grad, p.grad.clone()) for p in net.module.parameters())
+        assert hook or width == 8 or any(during[-1])
+
+    options = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": view}
+    same_as_one_process(program, 2, options, hook, model=partial(mlp, width), steps=4, check=check)
