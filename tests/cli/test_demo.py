@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import signal
 
 import pytest
@@ -38,35 +39,31 @@ def test_two_processes_match_one_process(command, backend):
     assert not demo.survivors()
 
 
-@pytest.mark.wide
-def test_ctrl_c_leaves_no_process(command):
-    demo = command(*FOREVER)
-    demo.read_until(FIRST_EPOCH)
-    os.killpg(demo.process.pid, signal.SIGINT)  # like a terminal
-    code, _, err = demo.end()
-    assert code == 130
-    assert err == "Interrupted; every process of the demo has been stopped.\n"
-    assert not demo.survivors()
+ENDS = {  # what ends the demo, its exit code, and what it says
+    "Ctrl-C": (
+        lambda demo: os.killpg(demo.process.pid, signal.SIGINT),  # like a terminal
+        130,
+        "Interrupted; every process of the demo has been stopped.\n",
+    ),
+    "death of a rank": (
+        lambda demo: os.kill(demo.ranks()[-1], signal.SIGKILL),
+        1,
+        r"(?s)gradwire demo: fn failed on rank.*was killed by SIGKILL.*",
+    ),
+    "death": (lambda demo: demo.process.kill(), -signal.SIGKILL, "(?s).*"),
+}
 
 
 @pytest.mark.wide
-def test_ranks_end_with_a_killed_parent(command):
-    demo = command(*FOREVER)
+@pytest.mark.parametrize("how", ENDS)
+def test_no_process_outlives_the_demo(command, how):
+    demo, (end, code, said) = command(*FOREVER), ENDS[how]
     demo.read_until(FIRST_EPOCH)
     assert len(demo.ranks()) == 2
-    demo.process.kill()
-    assert not demo.survivors()
-
-
-@pytest.mark.wide
-def test_death_of_a_rank_ends_the_demo(command):
-    demo = command(*FOREVER)
-    demo.read_until(FIRST_EPOCH)
-    os.kill(demo.ranks()[-1], signal.SIGKILL)
-    code, _, err = demo.end()
-    assert code == 1
-    assert "gradwire demo: fn failed on rank" in err
-    assert "was killed by SIGKILL" in err
+    end(demo)
+    found, _, err = demo.end()
+    assert found == code
+    assert re.fullmatch(said, err), err
     assert not demo.survivors()
 
 

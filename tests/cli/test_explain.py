@@ -17,6 +17,8 @@ from click.testing import CliRunner
 from gradwire.cli.app import app
 from gradwire.cli.explain import directories
 
+FILE = "/home/me/train.py"
+
 
 def entry(number, op="all_reduce", size=4, line=10, *, group="0", done=True, at=None):
     """Return an entry in the format of torch's recorder for Gloo."""
@@ -37,7 +39,7 @@ def entry(number, op="all_reduce", size=4, line=10, *, group="0", done=True, at=
         "output_dtypes": ["Float"],
         "retired": done,
         "is_p2p": False,
-        "frames": [{"name": "step", "filename": "/home/me/train.py", "line": line}],
+        "frames": [{"name": "step", "filename": FILE, "line": line}],
     }
 
 
@@ -76,8 +78,12 @@ def test_crash_of_a_process_that_left_no_dump(tmp_path):
         record = {"version": "2.10", "pg_config": config}
         record["entries"] = [*same, entry(3, done=False)]
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
-    crash = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 10 in step\n'
-    report = f"Fatal Python error: Segmentation fault\n\n{crash}"
+    threads = [("Thread", "/lib/python3/threading.py", 3), ("Current thread", FILE, 10)]
+    threads += [("Thread", FILE, 9)]  # the main thread comes last
+    report = "Fatal Python error: Segmentation fault\n\n" + "\n\n".join(
+        f'{name} 0x1 (most recent call first):\n  File "{file}", line {line} in step'
+        for name, file, line in threads
+    )
     (tmp_path / "crash-2.txt").write_text(report)
     first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
     assert (first["kind"], first["ranks"]) == ("crashed", [2])
@@ -182,7 +188,7 @@ def nested() -> list:
     return found
 
 
-LINE = {"name": "step", "filename": "/home/me/train.py", "line": 1}
+LINE = {"name": "step", "filename": FILE, "line": 1}
 EVENT = {"kind": "uncaught", "type": "KeyError", "message": "", "parameters": [], "time": 1}
 
 

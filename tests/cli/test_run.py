@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from gradwire._processes import ENDED, state_of_pid, wait_until
+from gradwire._processes import ENDED, stat_of, wait_until
 from gradwire.cli import run_launch
 from gradwire.cli import run_launch as launch
 from gradwire.cli.app import app
@@ -205,6 +205,7 @@ def test_unmodified_program_runs_on_gradwire(command, program, environment, tmp_
     assert "OMP_NUM_THREADS" not in err
     assert "['gradwire.compat.ddp', 'gradwire.compat.ddp'] gloo True ['--epochs', '3']" in out
     assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
+    assert not [*dumps.glob("crash-*"), *dumps.glob("stacks-*")]  # of ranks that do not end well
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["pid"] for e in events if e["name"] == "backward"} == {0, 1}
     assert list(tmp_path.glob("run.json.*")) == []
@@ -251,7 +252,9 @@ def test_no_rank_outlives_its_launcher(command, program, environment, number):
     assert len(ranks) == 2
     os.kill(started.process.pid, number)
     code, _, err = started.end()
-    assert wait_until(lambda: all(state_of_pid(pid) in ENDED for pid in ranks), 30)
+    assert wait_until(
+        lambda: all(getattr(stat_of(pid), "state", "gone") in ENDED for pid in ranks), 30
+    )
     if number != signal.SIGKILL:
         assert code == 128 + number, err
         assert "all ranks of this host have been stopped" in err

@@ -21,7 +21,7 @@ from benchmarks.hosts import INTERFACE, Hosts, why_no_hosts
 
 from elastic import program
 from elastic.kills import Members, serve
-from gradwire._processes import ENDED, state_of_pid, wait_until
+from gradwire._processes import ENDED, stat_of, wait_until
 
 PROGRAM = Path(__file__).with_name("program.py")
 LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
@@ -358,7 +358,7 @@ def test_the_supervisor_is_killed(members: Programs) -> None:
     members.start("", members=2, steps=10**6, launcher=launcher)
     pids = members.until_trained(2)
     members.launched[0].kill()
-    ended = lambda: all(state_of_pid(pid) in ENDED for pid in pids)  # noqa: E731
+    ended = lambda: all(getattr(stat_of(pid), "state", "gone") in ENDED for pid in pids)  # noqa: E731
     members.until(ended, "members outlive their supervisor")
 
 

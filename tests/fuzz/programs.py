@@ -124,6 +124,10 @@ def make_plan(rng: random.Random) -> Program:
     if program.norm == "sync":  # the reference has the sum of its gradients, and no rank's part
         program = replace(program, changes=tuple(c for c in program.changes if c != "before"))
     actions = [draw_action(rng, program) for _ in range(rng.randint(3, 9))]
+    reduced = [a for a in actions if a.kind == "step" or (a.kind == "skip" and a.rank is None)]
+    if (program.hook or program.changes) and not (reduced and reduced[0].weights):
+        # a hook sums no weights later if it did not so in its first backward
+        actions = [replace(action, weights=None) for action in actions]
     return replace(program, actions=(*actions, Action("step")))
 
 

@@ -22,7 +22,6 @@ from gradwire.recorder import processes
 from gradwire.recorder.black_box import OWNER
 from gradwire.recorder.crash_files import CrashFiles, ExitNotes
 from gradwire.recorder.files import SIZE, RingFile, load, read_ring
-from gradwire.recorder.verdict.dumps import parse_stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -222,25 +221,3 @@ def test_the_abort_of_a_fork_does_not_end_its_rank(tmp_path):
 def test_a_process_that_holds_the_gil_ends_all_the_same(tmp_path):
     assert recorded(tmp_path, os.abort) == -signal.SIGABRT
     assert not (tmp_path / "rank_0").exists()
-
-
-REPORT = """Fatal Python error: Segmentation fault
-
-Thread 0x01 (most recent call first):
-  File "/lib/python3/threading.py", line 3 in wait
-
-Current thread 0x02 (most recent call first):
-  File "/home/me/train.py", line 7 in crash
-
-Thread 0x03 (most recent call first):
-  File "/home/me/train.py", line 9 in main
-"""
-
-
-def test_crashed_thread_is_the_current_one():
-    stacks = parse_stacks(REPORT)
-    assert [(current, frames[0]["line"]) for current, frames in stacks] == [
-        (False, 3),
-        (True, 7),
-        (False, 9),
-    ]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
-import re
 import resource
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -266,69 +262,6 @@ def test_wrong_arguments(tmp_path, monkeypatch):
     finally:
         recorder.stop()
     assert not (tmp_path / "b").exists()
-
-
-SCRIPT = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-import gradwire
-
-store = dist.FileStore(sys.argv[1], 2)
-dist.init_process_group("shm", store=store, rank=int(os.environ["RANK"]), world_size=2)
-dist.all_reduce(torch.ones(1))
-print("ready", flush=True)
-"""
-
-
-def start_ranks(directory: Path, more: str):
-    of_all = {"GRADWIRE_RECORDER": str(directory / "dumps"), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT + more, str(directory / "store")],
-            env=os.environ | of_all | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def ended(processes):
-    try:
-        return [(*p.communicate(timeout=60), p.returncode) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-@pytest.mark.wide
-def test_all_ranks_dump_on_a_failure_and_at_the_end(tmp_path):
-    """Rank 1 is in a loop when rank 0 fails."""
-    more = """
-if dist.get_rank() == 0:
-    raise KeyError("here")
-end = time.time() + 30
-while not os.path.exists(os.path.join(os.environ["GRADWIRE_RECORDER"], "rank_1")):
-    assert time.time() < end
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    (_, err, code), (_, _, killed) = ended(start_ranks(tmp_path, more))
-    assert (code, killed) == (1, -signal.SIGKILL), err
-    assert "KeyError" in err
-    first, second = (load(tmp_path / "dumps" / f"rank_{rank}")["gradwire"] for rank in (0, 1))
-    assert [e["type"] for e in first["events"]] == ["KeyError"]
-    assert first["reason"] == "exit"
-    assert second["reason"] == "request"
-    main = [frame for frame in second["threads"]["MainThread"] if frame["filename"] == "<string>"]
-    assert main
-    files = {re.sub("-[^-]+-[0-9]+[.]", ".", p.name) for p in (tmp_path / "dumps").iterdir()}
-    of_each = {f"{kind}{rank}" for kind in ("rank_", "ring-") for rank in (0, 1)}
-    of_each |= {"process-0.json", "process-1.json", "start.json", "request"}
-    of_rank_1 = {"crash-1.txt", "stacks-1.txt"}  # it could not remove them
-    assert files == of_each | of_rank_1
-    assert json.loads((tmp_path / "dumps" / "process-1.json").read_text())["rank"] == 1
 
 
 def test_reference_to_a_deleted_group_is_a_dict_key() -> None:

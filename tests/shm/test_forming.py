@@ -27,7 +27,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.register import make_backend, shm_backend_of
+from gradwire.shm.register import make_backend
 from gradwire.shm.rendezvous import Forming
 from gradwire.testing import run_ranks
 
@@ -120,28 +120,6 @@ def test_a_death_amid_forming_reaches_the_others():
         dist.new_group(backend="shm")
 
 
-def messages_when_pinned(cores: list[int]) -> list[bool]:
-    """For each other rank, whether this one spins for its messages, which arrive as sent."""
-    usable, rank = os.sched_getaffinity(0), dist.get_rank()
-    os.sched_setaffinity(0, {cores[rank]})
-    dist.barrier()
-    try:
-        group = dist.new_group(backend="shm")
-        others = [peer for peer in range(4) if peer != rank]
-        for count in (1, 1000, 1 << 18):
-            sent = [dist.isend(torch.full((count,), rank * 10.0 + p), p, group) for p in others]
-            for peer in others:
-                received = torch.empty(count)
-                dist.recv(received, peer, group)
-                assert (received == peer * 10.0 + rank).all()
-            for work in sent:
-                work.wait()
-        rings = [shm_backend_of(group).messages.incoming[peer]._arrivals.ring for peer in others]
-        return [ring._filled._spins > 1 for ring in rings]
-    finally:
-        os.sched_setaffinity(0, usable)
-
-
 @pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
 def test_missing_ranks_are_named(kind, tmp_path):
     soon = timedelta(seconds=0.5)
@@ -158,15 +136,6 @@ def test_missing_ranks_are_named(kind, tmp_path):
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not join"):
         make_backend(store, 0, range(3), soon)
     assert left_behind() == before
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_messages_between_pinned_ranks_that_share_cores() -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    cores = [first, second, second, second]
-    results = run_ranks(messages_when_pinned, 4, backend="gloo", args=(cores,), timeout=60)
-    assert results == [[True] * 3] + [[True, False, False]] * 3
 
 
 @pytest.mark.on_ranks(4, backend="gloo")

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from gradwire.shm import semaphores
 from gradwire.shm.register import shm_backend_of
 from gradwire.shm.semaphores import PLACE_BYTES, Placement
-from gradwire.testing import run_ranks
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 
@@ -44,31 +43,41 @@ def test_a_rank_is_beside_the_one_that_waited_on_its_core() -> None:
         assert ranks[1].is_beside(2)
 
 
-def waits_on_one_core(core: int) -> bool:
-    """Whether, in a group of spinning ranks, what was sent arrives when both are on one core."""
+@TWO_CORES
+@pytest.mark.on_ranks(2, backend="gloo")
+def test_ranks_on_one_core_are_detected() -> None:
     group = dist.new_group(backend="shm")
-    rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    state = shm_backend_of(group).state
+    peer, state = 1 - dist.get_rank(), shm_backend_of(group).state
     assert state._spins == semaphores._SPINS
     dist.barrier()
-    with pinned_to(core):
+    with pinned_to(min(os.sched_getaffinity(0))):
         for count in (1, 1 << 14, 1 << 19):
-            x = torch.full((count,), rank + 1.0)
+            x = torch.full((count,), dist.get_rank() + 1.0)
             dist.all_reduce(x, group=group)
             assert (x == 3).all()
-            received = torch.empty(count)
-            for source in (0, 1):
-                if rank == source:
-                    dist.send(x + rank, peer, group)
-                else:
-                    dist.recv(received, peer, group)
-                    assert (received == 3 + source).all()
         state._placement.is_beside(peer)  # notes this rank's core
         dist.barrier()
-        return state._placement.is_beside(peer)
+        assert state._placement.is_beside(peer)
 
 
+@pytest.mark.wide
 @TWO_CORES
-def test_ranks_on_one_core_are_detected() -> None:
-    core = min(os.sched_getaffinity(0))
-    assert run_ranks(waits_on_one_core, 2, backend="gloo", args=(core,), timeout=60) == [True] * 2
+@pytest.mark.on_ranks(4, backend="gloo")
+def test_messages_between_pinned_ranks_that_share_cores() -> None:
+    """A rank spins for those of ranks on other cores only."""
+    (first, second, *_), rank = sorted(os.sched_getaffinity(0)), dist.get_rank()
+    with pinned_to(second if rank else first):
+        dist.barrier()
+        group = dist.new_group(backend="shm")
+        others = [peer for peer in range(4) if peer != rank]
+        for count in (1, 1000, 1 << 18):
+            sent = [dist.isend(torch.full((count,), rank * 10.0 + p), p, group) for p in others]
+            for peer in others:
+                received = torch.empty(count)
+                dist.recv(received, peer, group)
+                assert (received == peer * 10.0 + rank).all()
+            for work in sent:
+                work.wait()
+        rings = [shm_backend_of(group).messages.incoming[peer]._arrivals.ring for peer in others]
+        spins = [ring._filled._spins > 1 for ring in rings]
+        assert spins == [True, rank == 0, rank == 0]

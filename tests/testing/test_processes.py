@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire._processes import ENDED, state_of_pid, wait_until
+from gradwire._processes import ENDED, stat_of, wait_until
 from gradwire.testing import run_ranks
 from gradwire.testing.worker import close_pool
 
@@ -39,7 +39,7 @@ def reporting(action):
 
 
 def alive(pid: int) -> bool:
-    return state_of_pid(pid) not in ENDED
+    return getattr(stat_of(pid), "state", "gone") not in ENDED
 
 
 def wait_until_gone(pids: list[int]) -> None:
