@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from unittest.mock import Mock
 
 import pytest
@@ -259,31 +258,25 @@ def test_parameters_that_are_converted_are_refused_by_name(part, options):
     "options", [{}, {"lazy_bucket_allocation": True}, {"gradient_as_bucket_view": True}]
 )
 @pytest.mark.parametrize("hook", [None, "bf16"])
-@on_ranks(2)
-def test_another_memory_format_on_one_rank(options, hook):
+def test_another_memory_format_on_one_rank(options, hook, same_as_one_process):
     """Gradients lie in their bucket as the parameters did when ranks compared them."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
-    net = DistributedDataParallel(module, **options)
-    net.register_comm_hook(None, hook)
-    kept, first = [], dist.get_rank() == 0
-    for step in range(4):
-        if step == 1 and first:
-            net.to(memory_format=torch.channels_last)
-        net.zero_grad()
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(2, 2, 3, 3)
-        net(x).square().sum().backward()
-        got = [p.grad for p in net.parameters()]
-        kept += (
-            got if first and not net.gradient_as_bucket_view else []
-        )  # this rank's bucket takes new memory
-        twin = copy.deepcopy(net.module)
-        twin.zero_grad()
-        twin(x).square().sum().backward()
-        naive.average_gradients(net.process_group, twin.parameters())
-        for a, p in zip(got, twin.parameters(), strict=True):
-            tolerance = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
-            torch.testing.assert_close(a, p.grad, **tolerance)
+    kept = []
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
+
+    def program(net, rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        net(torch.randn(2, 2, 3, 3, generator=generator)).square().sum().backward()
+
+    def check(net):
         for p in net.parameters():
             assert p.grad.stride() == p.stride()  # fused optimizers look at neither
+            if dist.get_rank() == 0 and not net.gradient_as_bucket_view:
+                kept.append(p.grad)  # this rank's bucket takes new memory
+        if dist.get_rank() == 0:
+            net.to(memory_format=torch.channels_last)
+
+    near = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
+    same_as_one_process(program, 2, options, hook, model=model, steps=4, check=check, **near)

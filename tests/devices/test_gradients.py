@@ -126,11 +126,6 @@ def test_scatter_in_uneven_and_empty_chunks(
     check(lambda t: scatter(t, ["cpu"] * 3, sizes, dim), x)
 
 
-@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
-def test_scatter_of_nothing(shape: tuple[int, int]) -> None:
-    check(lambda t: scatter(t, ["cpu"] * 3), leaf(*shape))
-
-
 def test_a_chunk_alone_has_a_gradient() -> None:
     """The other chunks, which nobody used, add zeros."""
     x = leaf(4, 4)

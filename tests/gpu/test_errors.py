@@ -6,22 +6,12 @@ import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
+from ddp.common import Trap
 
 from gpu.common import EXACT, WORLDS, batch, network, run, train
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, PeerLostError
-
-
-class Trap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("trap")
 
 
 def take_steps(net, steps, *, wrong=False):
