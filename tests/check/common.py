@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.check import CHECKS, Finding, Run, choose, conclude
+from gradwire.check import CHECKS, Finding, Run, choose, conclude, needs_more_ranks
 from gradwire.check.__main__ import observed
 from gradwire.testing import run_ranks
 
@@ -31,7 +31,7 @@ def _as_under_torchrun(rank: int, world: int) -> dict[str, str]:
 
 
 def _rank(
-    program: Callable[..., Any], args: tuple[Any, ...], folder: str | None, steps: int
+    program: Callable[..., Any], args: tuple[Any, ...], folder: str | None, steps: int, trace: bool
 ) -> Any:
     """Run a program on this rank, observed if there is a folder; return its result."""
     import torch
@@ -44,7 +44,8 @@ def _rank(
     try:
         if folder is None:
             return program(*args)
-        with observed(Path(folder), rank, steps=steps):
+        lines = torch.autograd.set_detect_anomaly(trace, check_nan=False)
+        with observed(Path(folder), rank, steps=steps), lines:
             return program(*args)
     finally:
         for name in variables:
@@ -53,7 +54,18 @@ def _rank(
 
 def run_plain(program: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
     """Run a program without observing it."""
-    return run_ranks(_rank, ranks, backend="gloo", timeout=LIMIT, args=(program, args, None, 0))
+    return run_ranks(
+        _rank, ranks, backend="gloo", timeout=LIMIT, args=(program, args, None, 0, False)
+    )
+
+
+def _recorded(
+    program: Callable[..., Any], args: Any, ranks: int, steps: int, trace: bool = False
+) -> tuple[Run, list[Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        call = (program, args, folder, steps, trace)
+        results = run_ranks(_rank, ranks, backend="gloo", timeout=LIMIT, args=call)
+        return Run.read(Path(folder)), results
 
 
 def check(
@@ -64,10 +76,9 @@ def check(
     only: Sequence[str] = (),
 ) -> tuple[list[Finding], list[Any], Run]:
     """Run a program observed; return the findings, its results and what was recorded."""
-    with tempfile.TemporaryDirectory() as folder:
-        call = (program, args, folder, steps)
-        results = run_ranks(_rank, ranks, backend="gloo", timeout=LIMIT, args=call)
-        run = Run.read(Path(folder))
+    run, results = _recorded(program, args, ranks, steps)
+    if needs_more_ranks(run):
+        run.wider, _ = _recorded(program, args, ranks + 1, steps, trace=True)
     blind = [event for rank in run.ranks for event in run.of("blind", rank)]
     assert not blind, blind
     return conclude(run, choose(CHECKS, only)), results, run

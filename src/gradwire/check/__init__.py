@@ -4,15 +4,28 @@ Each rank of a checked program records what it does, by hooks and patches in tha
 (`gradwire.check.__main__`). Afterwards the checks compare the ranks' records (`conclude`).
 """
 
-from gradwire.check import data, gradient_checks, state_checks
-from gradwire.check.records import Check, Finding, Run, choose, conclude
-from gradwire.check.records import Outcome as Outcome
-from gradwire.check.records import run_checked as run_checked
+from collections.abc import Sequence
 
-del data, gradient_checks, state_checks  # imported to define the checks
+from gradwire.check import data, state_checks
+from gradwire.check.gradient_checks import needs_more_ranks
+from gradwire.check.records import CHECKS, Check, Finding, Run, choose, conclude, run_ranks
+from gradwire.check.records import Outcome as Outcome
+
+del data, state_checks  # imported to define the checks
 
 # Names imported as themselves are for other packages of gradwire, and not public.
 __all__ = ["CHECKS", "Check", "Finding", "Run", "choose", "conclude"]
 
-CHECKS = tuple(kind() for kind in Check.__subclasses__())
-"""All checks, in the order of their definitions, which is that of the report."""
+_MORE_STEPS = 6
+
+
+def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) -> Outcome:
+    """Run a program on the ranks of this host, and if it has to be, once more with more ranks."""
+    outcome = run_ranks(program, ranks, steps, timeout)
+    # a program may need a number of ranks that divides another number
+    for more in (ranks + 1, 2 * ranks) if needs_more_ranks(outcome.run) else ():
+        wider = run_ranks(program, more, _MORE_STEPS, timeout, trace=True)
+        if not wider.failed and not wider.stalled:
+            outcome.run.wider = wider.run
+            break
+    return outcome

@@ -1,4 +1,4 @@
-"""One rank of a checked program: `python -m gradwire.check FOLDER STEPS PROGRAM…`."""
+"""One rank of a checked program: `python -m gradwire.check FOLDER STEPS TRACE PROGRAM…`."""
 
 import os
 import runpy
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from gradwire.check.data import DataProbe
 from gradwire.check.observer import Observer
@@ -23,7 +25,9 @@ def observed(folder: Path, rank: int, *, steps: int = 0) -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a program as one rank, observed."""
-    folder, steps, *program = arguments
+    folder, steps, trace, *program = arguments
+    if trace == "1":  # each node of a loss's graph keeps the line that made it
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
     with observed(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
         if program[0] == "-m":
             sys.argv = program[1:]

@@ -7,16 +7,19 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import dataloader as loaders
+from torch.utils.data._utils import fetch
 
-from gradwire.check.observer import Observer, random_state, sample_digests, user_line
-from gradwire.check.records import Check, Epoch, Event, Finding, Replicas, Run
+from gradwire.check.observer import Observer, drawn, random_state, sample_digests, user_line
+from gradwire.check.records import Epoch, Event, Replicas, Run, Seen, check
 
+_WORKER_FETCHES = 8
+"""Number of a worker's fetches that are written."""
 _MOST_SAMPLES = 256
 """Number of samples of a batch whose digests are written."""
 
@@ -36,7 +39,7 @@ class _Iteration:
     number: int
     indices: deque[Any] = field(default_factory=deque)  # requested and not returned
     batches: int = 0
-    random: int = 0  # state before the current batch
+    random: list[int] = field(default_factory=list)  # state before the current batch
 
 
 class DataProbe:
@@ -44,6 +47,7 @@ class DataProbe:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self._fetched = 0  # by this worker of a loader
         self._numbers = itertools.count()
         self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._epochs: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
@@ -52,6 +56,8 @@ class DataProbe:
         observer.around(DataLoader, "__iter__", after=self.begin)
         observer.patch(loaders._BaseDataLoaderIter, "__next__", self._make_next)
         observer.around(loaders._BaseDataLoaderIter, "_next_index", after=self.requested)
+        for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            observer.patch(fetcher, "fetch", self._make_fetch)
 
     def _make_next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
@@ -65,6 +71,22 @@ class DataProbe:
             return batch
 
         return following
+
+    def _make_fetch(self, original: Any) -> Any:
+        def fetching(*args: Any) -> Any:
+            in_worker = get_worker_info() is not None and self._fetched < _WORKER_FETCHES
+            before = self._observer.look(random_state) if in_worker else None
+            batch = original(*args)
+            if before is not None:
+                self._observer.look(self.fetched, before)
+            return batch
+
+        return fetching
+
+    def fetched(self, before: list[int]) -> None:
+        self._fetched += 1
+        if states := drawn(before, random_state()):
+            self._observer.emit("worker", random=states)
 
     def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
         known = self._loaders[loader] = _Loader(next(self._numbers), user_line())
@@ -109,7 +131,7 @@ class DataProbe:
             index = [index]
         whole = all(isinstance(i, int) for i in index)
         samples = sample_digests(batch)
-        after = random_state()
+        after = self._observer.random = random_state()
         self._observer.emit(
             "batch",
             loader=epoch.loader.number,
@@ -119,7 +141,7 @@ class DataProbe:
             samples=samples[:_MOST_SAMPLES],
             order=zlib.crc32(repr(index if whole else samples).encode()),
             # the first batch also draws the sampler's seed
-            random=epoch.random if epoch.batches and after != epoch.random else None,
+            random=drawn(epoch.random, after) if epoch.batches else None,
         )
         epoch.batches += 1
 
@@ -157,104 +179,80 @@ def _loader_line(run: Run, rank: int) -> str:
     return lines.pop() if len(lines) == 1 else ""
 
 
-class SameBatches(Check):
-    """Ranks that compute the same gradients from the same inputs.
-
-    The inputs of every training forward are equal on two ranks, and change with steps.
-    """
-
-    name = "same-batches"
-    finds = "ranks train on the same batches"
-    remedy = (
-        "Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a "
-        "seed with the rank in it where batches are drawn at random"
-    )
-    explains = ("shared-samples",)
-
-    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
-        for a, b in combinations(model.ranks, 2):
-            both = list(zip(inputs[a], inputs[b], strict=False))
-            same = all(x == y and x for x, y in both)
-            if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
-                at = run.forwards(model, b)[0]
-                text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
-                yield self.found(text, at, (a, b), line=_loader_line(run, b))
-                break
+@check(
+    "same-batches",
+    "ranks train on the same batches",
+    "Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a "
+    "seed with the rank in it where batches are drawn at random",
+    explains=("shared-samples",),
+)
+def _same_batches(run: Run, model: Replicas) -> Iterator[Seen]:
+    """The inputs of every training forward are equal on two ranks, and change with steps."""
+    inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
+    for a, b in combinations(model.ranks, 2):
+        both = list(zip(inputs[a], inputs[b], strict=False))
+        same = all(x == y and x for x, y in both)
+        if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
+            at = run.forwards(model, b)[0]
+            text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
+            yield Seen(text, at, (a, b), _loader_line(run, b))
+            break
 
 
-class SameOrder(Check):
-    """A sampler whose order does not change between epochs.
-
-    A sampler that shuffles gave the same samples in the same order in two epochs.
-    """
-
-    name = "same-order"
-    finds = "every epoch has the same order: set_epoch is not called"
-    remedy = "Call sampler.set_epoch(epoch) at the beginning of each epoch"
-
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        found: dict[str, tuple[Event, list[int]]] = {}
-        for rank in run.ranks:
-            epochs = run.epochs(rank)
-            for (loader, number), epoch in epochs.items():
-                after = epochs.get((loader, number + 1))
-                if after is not None and self._is_same(epoch, after):
-                    _, ranks = found.setdefault(epoch.begin["made"], (after.begin, []))
-                    if rank not in ranks:
-                        ranks.append(rank)
-        for line, (at, ranks) in found.items():
-            text = (
-                f"epochs {at['epoch'] - 1} and {at['epoch']} of {at['sampler']} have equal orders"
-            )
-            yield self.found(text, at, ranks, line=line)
-
-    def _is_same(self, one: Epoch, other: Epoch) -> bool:
-        if not (one.trained and other.trained and one.begin["shuffle"] and one.begin["sets_epoch"]):
-            return False
-        both = list(zip(one.batches, other.batches, strict=False))
-        samples = sum(len(batch["samples"]) for batch, _ in both)
-        contents = {sample for batch, _ in both for sample in batch["samples"]}
-        return (
-            samples >= _FEWEST_SAMPLES
-            and len(contents) > 1
-            and all(a["order"] == b["order"] for a, b in both)
-        )
+@check(
+    "same-order",
+    "every epoch has the same order: set_epoch is not called",
+    "Call sampler.set_epoch(epoch) at the beginning of each epoch",
+    of_models=False,
+)
+def _same_order(run: Run) -> Iterator[Seen]:
+    """A sampler that shuffles gave the same samples in the same order in two epochs."""
+    found: dict[str, tuple[Event, list[int]]] = {}
+    for rank in run.ranks:
+        epochs = run.epochs(rank)
+        for (loader, number), epoch in epochs.items():
+            after = epochs.get((loader, number + 1))
+            if after is not None and _is_same_order(epoch, after):
+                _, ranks = found.setdefault(epoch.begin["made"], (after.begin, []))
+                if rank not in ranks:
+                    ranks.append(rank)
+    for line, (at, ranks) in found.items():
+        text = f"epochs {at['epoch'] - 1} and {at['epoch']} of {at['sampler']} have equal orders"
+        yield Seen(text, at, ranks, line)
 
 
-class UnevenBatches(Check):
-    """Ranks whose loaders have different lengths.
-
-    A rank's loader ended and it trained no more, while another rank went on to train with the same
-    loader, without join().
-    """
-
-    name = "uneven-batches"
-    finds = "ranks have different numbers of batches"
-    remedy = (
-        "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
-        "in `with model.join():`"
+def _is_same_order(one: Epoch, other: Epoch) -> bool:
+    if not (one.trained and other.trained and one.begin["shuffle"] and one.begin["sets_epoch"]):
+        return False
+    both = list(zip(one.batches, other.batches, strict=False))
+    samples = sum(len(batch["samples"]) for batch, _ in both)
+    contents = {sample for batch, _ in both for sample in batch["samples"]}
+    return (
+        samples >= _FEWEST_SAMPLES
+        and len(contents) > 1
+        and all(a["order"] == b["order"] for a, b in both)
     )
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        if run.any("join"):
-            return
-        for model in run.replicas():
-            for a, b in permutations(model.ranks, 2):
-                found = self._compare(run, model, a, b)
-                if found is not None:
-                    yield found
-                    return
 
-    def _compare(self, run: Run, model: Replicas, a: int, b: int) -> Finding | None:
+@check(
+    "uneven-batches",
+    "ranks have different numbers of batches",
+    "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
+    "in `with model.join():`",
+)
+def _uneven_batches(run: Run, model: Replicas) -> Iterator[Seen]:
+    """A rank's loader ended and it trained no more, while another rank went on to train with the
+    same loader, without join().
+    """
+    for a, b in () if run.any("join") else permutations(model.ranks, 2):
         fewer, more = len(run.forwards(model, a)), len(run.forwards(model, b))
         if not 0 < fewer < more or "limit" in (run.ended(a), run.ended(b)):
-            return None
+            continue
         kinds = [e["kind"] for e in run.events[a] if e["kind"] != "forward" or e["gradients"]]
         after = kinds[::-1].index("exhausted") if "exhausted" in kinds else len(kinds)
         # a framework that draws a batch ahead has one forward after the end of its loader
         if after == len(kinds) or kinds[len(kinds) - after :].count("forward") > 1:
-            return None
+            continue
         others = run.epochs(b)
         for key, epoch in run.epochs(a).items():
             other = others.get(key)
@@ -267,77 +265,74 @@ class UnevenBatches(Check):
                     f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} has "
                     f"{least}{len(other.batches)}"
                 )
-                return self.found(text, other.begin, (a, b), line=other.begin["made"])
-        return None
+                yield Seen(text, other.begin, (a, b), other.begin["made"])
+                return
 
 
-class SharedSamples(Check):
-    """Samples that several ranks train on in one epoch.
-
-    More samples than a sampler pads with have the same index and the same content on two ranks, and
-    no rank draws with replacement.
+@check(
+    "shared-samples",
+    "two ranks train on the same samples within an epoch",
+    "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset)), with "
+    "the same dataset in the same order on every rank",
+)
+def _shared_samples(run: Run, model: Replicas) -> Iterator[Seen]:
+    """More samples than a sampler pads with have the same content on two ranks, and the same index
+    unless distributed samplers drew them; no rank draws with replacement.
     """
-
-    name = "shared-samples"
-    finds = "two ranks train on the same samples within an epoch"
-    remedy = "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset))"
-
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        epochs = {rank: run.epochs(rank) for rank in run.ranks}
-        # ranks of different groups may share samples, as in tensor parallelism
-        pairs = {pair for model in run.replicas() for pair in combinations(model.ranks, 2)}
-        for key in epochs[0] if epochs else ():
-            for a, b in sorted(pairs):
-                one, other = epochs[a].get(key), epochs[b].get(key)
-                if one is None or other is None or not (one.trained and other.trained):
-                    continue
-                if one.begin["made"] != other.begin["made"]:
-                    continue
-                shared, fewest = self._shared(one, other)
-                padding = one.begin["batch_size"] * len(run.ranks)
-                if shared > max(padding, fewest / 10) and shared >= _FEWEST_SAMPLES:
-                    text = f"ranks {a} and {b} share {shared} of {fewest} samples of epoch {key[1]}"
-                    yield self.found(text, one.begin, (a, b), line=one.begin["made"])
-                    return
-
-    def _shared(self, one: Epoch, other: Epoch) -> tuple[int, int]:
-        sets = []
-        for epoch in (one, other):
-            pairs = [
-                pair
-                for batch in epoch.batches
-                if batch["index"] and len(batch["index"]) == len(batch["samples"])
-                for pair in zip(batch["index"], batch["samples"], strict=True)
-            ]
-            repeats = len({index for index, _ in pairs}) < 0.9 * len(pairs)
-            if epoch.begin["replacement"] or repeats:
-                return 0, 0
-            sets.append(set(pairs))
-        return len(sets[0] & sets[1]), min(map(len, sets))
+    epochs = {rank: run.epochs(rank) for rank in model.ranks}
+    # ranks of different groups may share samples, as in tensor parallelism
+    for key, (a, b) in product(epochs[model.ranks[0]], combinations(model.ranks, 2)):
+        one, other = epochs[a].get(key), epochs[b].get(key)
+        if one is None or other is None or not (one.trained and other.trained):
+            continue
+        if one.begin["made"] != other.begin["made"]:
+            continue
+        shared, fewest, padding = _shared(one, other, len(run.ranks))
+        if shared > max(padding, fewest / 10) and shared >= _FEWEST_SAMPLES:
+            text = f"ranks {a} and {b} share {shared} of {fewest} samples of epoch {key[1]}"
+            yield Seen(text, one.begin, (a, b), one.begin["made"])
+            return
 
 
-class SamplerSeed(Check):
-    """Distributed samplers that shuffle with different seeds.
+def _shared(one: Epoch, other: Epoch, ranks: int) -> tuple[int, int, int]:
+    """Return the numbers of common samples, of the samples of one rank, and of added samples."""
+    sets = []
+    for epoch in (one, other):
+        pairs = [
+            pair
+            for batch in epoch.batches
+            if batch["index"] and len(batch["index"]) == len(batch["samples"])
+            for pair in zip(batch["index"], batch["samples"], strict=True)
+        ]
+        contents = {content for _, content in pairs}
+        repeats = len({index for index, _ in pairs}) < 0.9 * len(pairs)
+        if epoch.begin["replacement"] or repeats:
+            return 0, 0, 0
+        by_content = epoch.begin["seed"] is not None and len(contents) == len(pairs)
+        sets.append((set(pairs), contents if by_content else set()))
+    indexed, contents = zip(*sets, strict=True)
+    if all(contents):
+        return len(contents[0] & contents[1]), min(map(len, contents)), ranks
+    padding = one.begin["batch_size"] * ranks
+    return len(indexed[0] & indexed[1]), min(map(len, indexed)), padding
 
-    Samplers of the same loader have different seeds or epochs in the same epoch.
-    """
 
-    name = "sampler-seed"
-    finds = "distributed samplers of two ranks shuffle with different seeds or epochs"
-    remedy = (
-        "Pass the same seed on every rank, and call set_epoch() with the same epoch on every rank: "
-        "each rank takes its share of one common order"
-    )
-    explains = ("shared-samples", "same-order")
-
-    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        epochs = [run.epochs(rank) for rank in model.ranks]
-        for key in epochs[0]:
-            found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
-            if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
-                continue
-            seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
-            if len(set(seeds)) > 1:
-                text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
-                yield self.found(text, found[0], model.ranks, line=found[0]["made"])
-                break
+@check(
+    "sampler-seed",
+    "distributed samplers of two ranks shuffle with different seeds or epochs",
+    "Pass the same seed on every rank, and call set_epoch() with the same epoch on every rank: "
+    "each rank takes its share of one common order",
+    explains=("shared-samples", "same-order"),
+)
+def _sampler_seed(run: Run, model: Replicas) -> Iterator[Seen]:
+    """Samplers of the same loader have different seeds or epochs in the same epoch."""
+    epochs = [run.epochs(rank) for rank in model.ranks]
+    for key in epochs[0]:
+        found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
+        if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
+            continue
+        seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
+        if len(set(seeds)) > 1:
+            text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
+            yield Seen(text, found[0], model.ranks, found[0]["made"])
+            break

@@ -11,12 +11,15 @@ import ctypes
 import functools
 import json
 import os
+import random
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ from gradwire.recorder import is_users
 
 LIMIT_PREFIX = "limit-"
 """Beginning of the name of a file that a rank makes after the last step that is observed."""
+ALONE = "alone"
+"""Name of the parameters of an optimizer that no wrapped model has."""
 CRC_BYTES = 1 << 16
 """Largest tensor whose digest is a checksum: for small ones a checksum takes 1 µs, a sum 6 µs."""
 SAMPLE_ELEMENTS = 1024
@@ -45,6 +50,7 @@ class Observer:
         self._rank = rank
         self._path = folder / f"rank-{rank}.jsonl"
         self.busy = False
+        self.random: list[int] | None = None  # random state when it was last looked at
         self._thread = 0
         self._failed: set[str] = set()
         self.undo: list[Callable[[], None]] = []  # called when observing ends
@@ -52,14 +58,15 @@ class Observer:
     def __enter__(self) -> Observer:
         # of torch.compile, about the hook that watches calls; it does nothing in graphs
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
-        self._file = self._path.open("w", encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8")  # data loaders' workers, too
         self._thread = threading.get_ident()
         self.active = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self.emit("end" if ended_well else "error", error="" if ended_well else repr(error)[:500])
+        text = "" if ended_well else repr(error)[:500]
+        self.emit("end" if ended_well else "error", error=text, time=time.time())
         self.active = False
         while self.undo:
             self.undo.pop()()
@@ -150,7 +157,12 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else line_of(frame)
+
+
+def line_of(frame: FrameType) -> str:
+    """Return a frame's line, as "file:line"."""
+    return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def is_plain(tensor: Any) -> bool:
@@ -207,9 +219,19 @@ def sample_digests(batch: Any) -> list[int]:
     return total.tolist()
 
 
-def random_state() -> int:
-    """Return a digest of the state of PyTorch's default generators, without drawing from them."""
-    state = digest(torch.get_rng_state()) or 0
+def random_state() -> list[int]:
+    """Return digests of the states of the default generators, without drawing from them."""
+    states = [digest(torch.get_rng_state()) or 0, hash(random.getstate()[1])]
     if torch.cuda.is_initialized():
-        state ^= digest(torch.cuda.get_rng_state()) or 0
-    return state
+        states[0] ^= digest(torch.cuda.get_rng_state()) or 0
+    if "numpy" in sys.modules:
+        words = sys.modules["numpy"].random.get_state()
+        states.append(zlib.crc32(words[1].tobytes()) ^ words[2])
+    return states
+
+
+def drawn(before: list[int], after: list[int]) -> list[int | None] | None:
+    """Return the states before draws, None for generators that were not used; None if none was."""
+    if before == after:
+        return None
+    return [one if one != other else None for one, other in zip(before, after, strict=False)]

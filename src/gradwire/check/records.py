@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from gradwire.check.observer import LIMIT_PREFIX
+from gradwire.check.observer import ALONE, LIMIT_PREFIX
 from gradwire.errors import ArgumentError
 
 Event = dict[str, Any]
@@ -50,10 +50,10 @@ class Finding:
 class Replicas:
     """A wrapped module that has the same trainable parameters on all ranks of its group."""
 
-    number: int
+    number: int | str
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    line: str
+    line: str = ""
 
 
 def differing(events: Sequence[Event], field: str) -> str | None:
@@ -66,6 +66,15 @@ def differing(events: Sequence[Event], field: str) -> str | None:
     return None
 
 
+def is_of(backward: Event, model: Replicas) -> bool:
+    """Return True if a model's wrapper, or a part of it, was called for a backward."""
+    return model.number in backward["models"] or str(model.number) in backward["around"]
+
+
+def _key(event: Event) -> tuple[Any, ...]:
+    return event["kind"], event.get("optimizer"), event.get("number")
+
+
 @dataclass
 class Epoch:
     """One iteration of a data loader on a rank."""
@@ -73,7 +82,7 @@ class Epoch:
     begin: Event
     batches: list[Event] = field(default_factory=list)
     exhausted: int | None = None  # number of batches, if the loader reached its end
-    trained: int = 0  # number of forwards with gradients after its batches
+    trained: int = 0  # number of backwards after its batches
 
 
 class Run:
@@ -82,6 +91,8 @@ class Run:
     def __init__(self, events: Sequence[Sequence[Event]]) -> None:
         self.events = events
         self.ranks = range(len(events))
+        self.wider: Run | None = None  # of the same program, on more ranks
+        self._windows: dict[Any, dict[Any, list[Event]]] = {}
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -114,7 +125,8 @@ class Run:
         """Return the wrapped modules in use, with at least two ranks that agree on parameters."""
         found: dict[tuple[int, tuple[int, ...]], list[Event]] = {}
         for rank in self.ranks:
-            used = {e["model"] for e in self.events[rank] if e["kind"] in ("forward", "around")}
+            used = {e["model"] for e in self.of("forward", rank)}
+            used |= {int(model) for e in self.of("backward", rank) for model in e["around"]}
             models = [e for e in self.of("model", rank) if e["model"] in used]
             for model in {e["model"]: e for e in models}.values():
                 found.setdefault((model["model"], tuple(model["ranks"])), []).append(model)
@@ -124,6 +136,13 @@ class Run:
             if len(models) == len(ranks) > 1
             and all(m["names"] == models[0]["names"] for m in models)
         ]
+
+    def alone(self) -> list[Replicas]:
+        """Return the parameters of optimizers that have no wrapper, as one more model."""
+        stepped = all(
+            any(ALONE in e["models"] for e in self.of("stepped", rank)) for rank in self.ranks
+        )
+        return [Replicas(ALONE, tuple(self.ranks), ())] if stepped and len(self.ranks) > 1 else []
 
     def forwards(self, model: Replicas, rank: int) -> list[Event]:
         """Return a rank's training forwards of a model."""
@@ -149,9 +168,28 @@ class Run:
         ]
         for key in by_rank[0]:
             found = [events[key] for events in by_rank if key in events]
-            # different lines: ranks have different optimizers under one number
-            if len(found) == len(by_rank) and len({event["line"] for event in found}) == 1:
+            if len(found) == len(by_rank):
                 yield found
+
+    def before(self, rank: int, at: Event) -> Sequence[Event]:
+        """Return a rank's events before one of an optimizer."""
+        events = self.events[rank]
+        key = _key(at)
+        return events[: next((i for i, e in enumerate(events) if _key(e) == key), len(events))]
+
+    def window(self, rank: int, at: Event, model: Replicas) -> list[Event]:
+        """Return a rank's events before one of an optimizer, since the last step of a model."""
+        found = self._windows.get((rank, model.number))
+        if found is None:
+            found = self._windows[rank, model.number] = {}
+            current: list[Event] = []
+            for event in self.events[rank]:
+                if event["kind"] in ("step", "stepped"):
+                    found[_key(event)] = list(current)
+                current.append(event)
+                if event["kind"] == "stepped" and str(model.number) in event["models"]:
+                    current.clear()
+        return found[_key(at)]
 
     def hooked(self, model: Replicas) -> bool:
         """Return True if a hook of the program's own replaces the mean of the gradients."""
@@ -170,7 +208,7 @@ class Run:
                 latest.batches.append(event)
             elif kind == "exhausted" and key in found:
                 found[key].exhausted = event["batches"]
-            elif kind == "forward" and event["gradients"] and latest is not None:
+            elif kind == "backward" and latest is not None:
                 latest.trained += 1
         return found
 
@@ -192,59 +230,85 @@ class Run:
                 ended = True
                 if previous is not None:
                     previous["last"] = True
-            elif event["kind"] == "forward":
+            elif event["kind"] in ("forward", "batch"):
                 previous = None
-            elif event["kind"] == "backward" and model.number in event["models"]:
+            elif event["kind"] == "backward" and is_of(event, model):
                 previous = event | {"last": ended}
                 ended = False
                 current.append(previous)
-                if event["syncs"]:
+                if event["syncs"] or model.number not in event["models"]:
                     found.append(current)
                     current = []
         return found
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Events that show a mistake; see `Finding`."""
+
+    summary: str
+    at: Event
+    ranks: Sequence[int]
+    line: str = ""
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
 class Check:
     """A kind of mistake.
 
-    The second paragraph of a check's docstring is its evidence: observations without which the
-    check is silent.
-
-    Attributes:
+    Args:
         name: Name for `--only` and `--skip`.
         finds: The mistake.
         remedy: Advice for the program.
+        evidence: Observations without which the check is silent.
+        search: Function of a run, and of each of its models if `of_models`.
         explains: Names of checks whose findings follow from this one's.
         on_request: True if only `--only` runs it, because correct programs have findings, too.
+        of_models: True if the check looks at each model.
     """
 
-    name: ClassVar[str]
-    finds: ClassVar[str]
-    remedy: ClassVar[str]
-    explains: ClassVar[tuple[str, ...]] = ()
-    on_request: ClassVar[bool] = False
+    name: str
+    finds: str
+    remedy: str
+    evidence: str
+    search: Callable[..., Iterable[Seen]]
+    explains: tuple[str, ...] = ()
+    on_request: bool = False
+    of_models: bool = True
 
-    @property
-    def evidence(self) -> str:
-        """Observations without which the check is silent."""
-        return " ".join((self.__doc__ or "").partition("\n\n")[2].split())
+    def conclude(self, run: Run) -> list[Finding]:
+        """Return what a run shows."""
+        models = [(run, model) for model in run.replicas()] if self.of_models else [(run,)]
+        return [
+            Finding(
+                self.name,
+                self.finds,
+                seen.summary,
+                self.remedy,
+                tuple(seen.ranks),
+                seen.line or seen.at["line"],
+                seen.tensor,
+                seen.at["step"],
+            )
+            for arguments in models
+            for seen in self.search(*arguments)
+        ]
 
-    def conclude(self, run: Run) -> Iterator[Finding]:
-        """Yield what a run shows, by default of each model."""
-        for model in run.replicas():
-            yield from self.conclude_on(run, model)
 
-    def conclude_on(self, run: Run, model: Replicas) -> Iterator[Finding]:
-        """Yield what a run shows of a model."""
-        raise NotImplementedError
+CHECKS: list[Check] = []
+"""All checks, in the order of their definitions, which is that of the report."""
 
-    def found(
-        self, summary: str, at: Event, ranks: Sequence[int], *, line: str = "", tensor: str = ""
-    ) -> Finding:
-        """Return a finding at an event."""
-        line, step = line or at["line"], at["step"]
-        about = self.name, self.finds, summary, self.remedy
-        return Finding(*about, tuple(ranks), line, tensor, step)
+
+def check(name: str, finds: str, remedy: str, **options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that adds a function as a check; its docstring is the evidence."""
+
+    def add(search: Any) -> Any:
+        evidence = " ".join((search.__doc__ or "").split())
+        CHECKS.append(Check(name, finds, remedy, evidence, search, **options))
+        return search
+
+    return add
 
 
 def choose(
@@ -265,7 +329,7 @@ def choose(
 
 def conclude(run: Run, checks: Sequence[Check]) -> list[Finding]:
     """Return the findings of some checks, without those that follow from others."""
-    found = {check.name: list(check.conclude(run)) for check in checks}
+    found = {check.name: check.conclude(run) for check in checks}
     explained = {name for check in checks if found[check.name] for name in check.explains}
     return [f for check in checks if check.name not in explained for f in found[check.name]]
 
@@ -287,13 +351,15 @@ class Outcome:
     stalled: bool  # nothing happened for too long
 
 
-def run_checked(program: Sequence[str], ranks: int, steps: int, timeout: float) -> Outcome:
+def run_ranks(
+    program: Sequence[str], ranks: int, steps: int, timeout: float, *, trace: bool = False
+) -> Outcome:
     """Run a program on the ranks of this host, and return what they recorded."""
     # ranks are ended after `steps` optimizer steps of each (0 for no limit), or after `timeout`
     # seconds without an event of any; program is a file or "-m" and a module, with arguments
     with tempfile.TemporaryDirectory(prefix="gradwire-check-") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", __package__, name, str(steps), *program]
+        command = [sys.executable, "-m", __package__, name, str(steps), str(+trace), *program]
         with _started(command, ranks) as processes:
             stalled = _wait(processes, folder, timeout)
             codes = [process.poll() for process in processes]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +30,37 @@ from torch.optim.optimizer import (
 from gradwire._engine_errors import backend_timeout
 from gradwire._torch import TORCHS_DDP, compile_callees_only
 from gradwire.check.observer import (
+    ALONE,
     Observer,
     bit_sum,
     digest,
     digest_all,
+    drawn,
     is_plain,
+    line_of,
     random_state,
     user_line,
 )
 from gradwire.ddp import DistributedDataParallel, Reducer, SyncBatchNorm
+from gradwire.recorder import is_users
 
 _NOT_BATCH_NORM = (nn.SyncBatchNorm, SyncBatchNorm)
 _BATCH_NORM_STEPS = 3
 """Number of steps in which calls of batch norms are written."""
-_REDUCING = ("all_reduce", "all_reduce_coalesced")
+_NORM_STEPS = 8
+"""Number of steps in which the program's sums are compared with norms of gradients."""
+_SUMMED = 64
+"""Number of elements of each gradient that enter a sum."""
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
-_WAITING = (*_REDUCING, *_GATHERING, "barrier", "broadcast", "reduce_scatter_tensor", "all_to_all")
+_WAITING = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    *_GATHERING,
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "all_to_all",
+)
 _WAIT_SECONDS = 0.5
 """Shortest wait in a collective that is written."""
 
@@ -53,6 +73,10 @@ class Model:
         self._wrapper = weakref.ref(wrapper)
         self.forwards = 0
         self.reduced: set[int] = set()  # ids of what required a gradient when it was wrapped
+        self.modules: set[int] = set()  # ids of the wrapped module and its parts
+        self.buffers: list[tuple[str, nn.Module, str]] = []  # that only the program synchronizes
+        self.seen: list[int | None] = []  # digests of parameters at the latest look, and its line
+        self.seen_at = ""
 
     @property
     def wrapper(self) -> Any:
@@ -78,8 +102,8 @@ class Training:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._steps: dict[int, int] = {}
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._steps: dict[str, int] = {}
         self.models: dict[int, Model] = {}
         self._made = 0
         self.inside: list[Model] = []  # whose forward is running, innermost last
@@ -87,28 +111,39 @@ class Training:
         self._saving_since = 0.0
         # outputs and inputs of this step's gathers whose inputs need gradients
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
-        self._forwards: list[tuple[Model, bool]] = []
+        # since the last backward: forwards by wrappers, and calls around them, with their lines
+        self._forwards: list[tuple[Model, bool, str]] = []
+        self._around: dict[int, str] = {}
+        self._sums: dict[str, float] = {}
+        self._reduced_norm = False  # since the last step
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
             observer.around(wrapper, "__init__", after=self._wrapped)
             observer.patch(wrapper, "forward", self._make_forward)
         observer.around(DistributedDataParallel, "refit", after=self._write_model)
-        observer.around(Reducer, "weight", before=lambda *_: observer.emit("weight"))
+        for owner, name, kind in (
+            (Reducer, "weight", "weight"),
+            (Join, "__enter__", "join"),
+        ):
+            observer.around(owner, name, before=lambda *_, k=kind, **__: observer.emit(k))
         observer.patch(torch.autograd, "backward", self._make_backward)
-        observer.around(Optimizer, "__init__", after=lambda _, own, *a, **k: self._number(own))
-
-        def scheduled(*_: Any, **__: Any) -> None:
-            observer.emit("schedule")
-
+        observer.around(
+            Optimizer, "__init__", after=lambda _, own, *a, **k: self.optimizers.setdefault(own, "")
+        )
+        observer.around(
+            nn.Module,
+            "load_state_dict",
+            before=lambda *_, **__: self._compare(),
+            after=lambda *_, **__: self._compare(how="by load_state_dict"),
+        )
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
-                observer.around(scheduler, "step", after=scheduled)
+                observer.around(scheduler, "step", after=lambda *_, **__: observer.emit("schedule"))
         for name in _WAITING:
             if hasattr(dist, name):
                 observer.patch((dist, c10d), name, self._make_collective(name))
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
             observer.patch((utils, clip_grad), name, self._make_clip(name))
         observer.around(torch, "save", before=self._saving, after=self._saved)
-        observer.around(Join, "__enter__", before=lambda _: observer.emit("join"))
         observer.undo += [
             register_module_forward_pre_hook(self._called).remove,
             register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)).remove,
@@ -120,14 +155,25 @@ class Training:
     def _wrapped(self, _: None, wrapper: Any, *__: Any, **___: Any) -> None:
         model = self.models.get(id(wrapper))
         if model is None or model.wrapper is not wrapper:  # else a subclass's
-            self.models[id(wrapper)] = Model(self._made, wrapper)
+            model = self.models[id(wrapper)] = Model(self._made, wrapper)
             self._made += 1
             self._write_model(None, wrapper)
+            self._compare([model])
 
     def _write_model(self, _: None, wrapper: Any) -> None:
         model = self.models[id(wrapper)]
         named = model.trainable()
         model.reduced = {id(p) for _, p in named}
+        model.modules = set(map(id, wrapper.module.modules()))
+        if not getattr(wrapper, "broadcast_buffers", True):
+            model.buffers = [
+                (f"{prefix}.{name}", module, name)
+                for prefix, module in wrapper.module.named_modules()
+                for name, buffer in module.named_buffers(recurse=False)
+                if not isinstance(module, nn.modules.batchnorm._NormBase)
+                and buffer.is_floating_point()
+                and name not in module._non_persistent_buffers_set
+            ]
         self._observer.emit(
             "model",
             model=model.number,
@@ -135,33 +181,41 @@ class Training:
             names=[n for n, _ in named],
         )
 
+    def _compare(self, models: Sequence[Model] | None = None, how: str = "") -> None:
+        """Write that parameters have changed since they were last seen."""
+        for model in self._living() if models is None else models:
+            now = [digest(p) for _, p in model.trainable()]
+            place = user_line()
+            if model.seen and now != model.seen:
+                fields = {"model": model.number, "after": model.seen_at, "how": how}
+                self._observer.emit("changed", line=place, digest=_crc(now), **fields)
+            model.seen, model.seen_at = now, place
+
     def _make_forward(self, original: Any) -> Any:
         @compile_callees_only
         def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             gradients = torch.is_grad_enabled()
-            seen = self._observer.look(self._forward, wrapper, args, kwargs, gradients)
-            if seen is None:
+            model = self._observer.look(self._forward, wrapper, args, kwargs, gradients)
+            if model is None:
                 return original(wrapper, *args, **kwargs)
-            model, before = seen
             self.inside.append(model)
             try:
                 return original(wrapper, *args, **kwargs)
             finally:
                 self.inside.pop()
                 if gradients:
-                    self._observer.look(self._left, model, before)
+                    self._observer.look(self._left, model)
 
         return forward
 
-    def _forward(
-        self, wrapper: Any, args: Any, kwargs: Any, gradients: bool
-    ) -> tuple[Model, int] | None:
+    def _forward(self, wrapper: Any, args: Any, kwargs: Any, gradients: bool) -> Model | None:
         model = self.models.get(id(wrapper))
         if self.in_backward or model is None or model.wrapper is not wrapper:
             return None  # recomputed in a checkpoint, or a copy
         syncs = bool(wrapper.require_backward_grad_sync) and gradients
         if gradients:
-            self._forwards.append((model, syncs))
+            self._forwards.append((model, syncs, user_line()))
+            self._compare([model])
         first = next((p for _, p in model.trainable() if p.grad is not None), None)
         self._observer.emit(
             "forward",
@@ -175,13 +229,17 @@ class Training:
             inputs=digest_all((args, kwargs)),
         )
         model.forwards += gradients
-        return model, random_state()
+        return model
 
-    def _left(self, model: Model, before: int) -> None:
-        after = random_state()
-        if after != before and model.wrapper.module.training:
+    def _left(self, model: Model) -> None:
+        """Write that a forward has changed parameters or the random state."""
+        before, after = self._observer.random, random_state()
+        self._observer.random = after
+        states = drawn(before, after) if before is not None else None
+        if states and model.wrapper.module.training:
             number = model.forwards - 1
-            self._observer.emit("drew", model=model.number, number=number, random=before)
+            self._observer.emit("drew", model=model.number, number=number, random=states)
+        self._compare([model], "in the forward")
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """Observe a call of a module: a wrapped one around its wrapper, or a batch norm."""
@@ -191,10 +249,22 @@ class Training:
             if module.training and not isinstance(module, _NOT_BATCH_NORM):
                 self._observer.look(self._batch_norm, module, args)
         elif not self.inside and not self.in_backward and torch.is_grad_enabled():
-            for model in self.models.values():
-                wrapper = model.wrapper
-                if wrapper is not None and wrapper.module is module:
-                    self._observer.look(self._observer.emit, "around", model=model.number)
+            for model in self._living():
+                if id(module) in model.modules and model.number not in self._around:
+                    self._observer.look(self._called_around, model)
+
+    def _called_around(self, model: Model) -> None:
+        """Keep the line that calls a part of a model, from outside of its methods."""
+        place, inner = "", True
+        frame = sys._getframe(1)
+        while frame is not None:
+            own = frame.f_locals.get("self")
+            if isinstance(own, nn.Module) and id(own) in model.modules:
+                inner = True
+            elif inner and is_users(frame.f_code.co_filename):
+                place, inner = line_of(frame), False
+            frame = frame.f_back  # type: ignore[assignment]
+        self._around[model.number] = place
 
     def _batch_norm(self, module: nn.Module, args: Any) -> None:
         if self._observer.step < _BATCH_NORM_STEPS and args and isinstance(args[0], Tensor):
@@ -214,6 +284,7 @@ class Training:
                 return original(tensors, *args, **kwargs)
             finally:
                 self.in_backward = False
+                self._observer.look(self._sum_gradients)
 
         return backward
 
@@ -222,37 +293,61 @@ class Training:
         for outputs, own, line in self.gathered:
             if uses(loss, outputs, own):
                 self._observer.emit("gathered", line=line, shape=list(own.shape))
+        gathers = bool(self.gathered)
         self.gathered.clear()
+        living = [(m, s, line) for m, s, line in self._forwards if m.wrapper is not None]
         self._observer.emit(
             "backward",
-            models=sorted({model.number for model, _ in self._forwards}),
-            syncs=any(syncs for _, syncs in self._forwards),
-            hooked=any(model.hooked for model, _ in self._forwards if model.wrapper is not None),
+            models=sorted({model.number for model, _, _ in living}),
+            syncs=any(syncs for _, syncs, _ in living),
+            wants=any(bool(model.wrapper.require_backward_grad_sync) for model, _, _ in living),
+            forward=living[-1][2] if living else "",
+            around=self._around,
+            hooked=any(model.hooked for model, _, _ in living),
+            gathers=gathers,
             terms=terms_of(loss),
         )
         self._forwards.clear()
+        self._around = {}
+
+    def _sum_gradients(self) -> None:
+        """Keep a sum of the gradients of each optimizer, before the program changes them."""
+        self._sums = {self._key(o): weighted_sum(o) for o in list(self.optimizers)}
 
     # -- optimizers --------------------------------------------------------------------------
 
-    def _number(self, optimizer: Any) -> int:
+    def _key(self, optimizer: Any) -> str:
+        """Return a name that is equal on all ranks: of the parameters that it has at first."""
         known = self.optimizers.get(optimizer)
-        if known is None:
-            known = self.optimizers[optimizer] = len(self._steps)
+        if not known:
+            names = {id(p): [m.number, n] for m in self._living() for n, p in m.trainable()}
+            owned = [names.get(id(p), list(p.shape)) for p in _parameters(optimizer)]
+            known = f"{_crc(owned):x}"
+            while known in self._steps:
+                known += "'"
+            self.optimizers[optimizer] = known
             self._steps[known] = 0
         return known
 
     def _step(self, optimizer: Any) -> None:
-        number, own = self._number(optimizer), _ids(optimizer)
-        models = {}
+        key, own = self._key(optimizer), _ids(optimizer)
+        self._compare()
+        models: dict[Any, Any] = {}
         for model in self._living():
             named = model.trainable()
             if any(id(p) in own for _, p in named):
-                models[model.number] = {
-                    "names": [n for n, _ in named],
-                    "parameters": [digest(p) for _, p in named],
-                }
-        count = self._steps[number]
-        self._observer.emit("step", optimizer=number, number=count, models=models)
+                models[model.number] = _parameter_digests(named)
+        if alone := self._alone(optimizer):
+            models[ALONE] = _parameter_digests(alone)
+        self._observer.emit("step", optimizer=key, number=self._steps[key], models=models)
+
+    def _alone(self, optimizer: Any) -> list[tuple[str, Tensor]]:
+        """Return the parameters of an optimizer if no wrapped model has one of them."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return []
+        owned = [(f"parameter {i}", p) for i, p in enumerate(_parameters(optimizer))]
+        wrapped = {id(p) for m in self._living() for p in m.wrapper.module.parameters()}
+        return [] if any(id(p) in wrapped for _, p in owned) else owned
 
     def _living(self) -> list[Model]:
         return [model for model in self.models.values() if model.wrapper is not None]
@@ -264,36 +359,47 @@ class Training:
 
     def _after_step(self, optimizer: Any) -> None:
         """Write the gradients only now: with a closure, the step begins before backward."""
-        number, own = self._number(optimizer), _ids(optimizer)
-        count = self._steps[number]
-        self._steps[number] += 1
+        key, own = self._key(optimizer), _ids(optimizer)
+        count = self._steps[key]
+        self._steps[key] += 1
         everywhere = set().union(*map(_ids, self.optimizers))
-        models = {}
+        models: dict[Any, Any] = {}
         for model in self._living():
             named = model.trainable()
             if any(id(p) in own or id(p) not in everywhere for _, p in named):
                 models[model.number] = self._state(model, named, own, everywhere)
+            model.seen, model.seen_at = [digest(p) for _, p in named], user_line()
+        if alone := self._alone(optimizer):
+            models[ALONE] = _parameter_digests(alone) | {
+                "owned": True,
+                "hooked": False,
+                "gradients": [None if p.grad is None else digest(p.grad) for _, p in alone],
+            }
+        norm = _total_norm(_gradients(optimizer)) if self._reduced_norm else None
+        self._reduced_norm = False
         self._observer.emit(
             "stepped",
-            optimizer=number,
+            optimizer=key,
             number=count,
             rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
             options=repr([_options(group) for group in optimizer.param_groups]),
             models=models,
+            sums=[self._sums.pop(key, None), weighted_sum(optimizer)],
+            norm=norm,
             # after steps 0, 1, 2, 4, …
             state=None if count & (count - 1) else _optimizer_state(optimizer),
         )
+        self._observer.random = random_state()
 
     def _state(
         self, model: Model, named: Any, own: set[int], everywhere: set[int]
     ) -> dict[str, Any]:
         """Return digests of a model's parameters and gradients, and the parameters left out."""
         of_model = {id(p) for p in model.wrapper.module.parameters()}
-        return {
-            "names": [n for n, _ in named],
+        return _parameter_digests(named) | {
             "owned": any(id(p) in own for _, p in named),
             "gradients": [None if p.grad is None else digest(p.grad) for _, p in named],
-            "parameters": [digest(p) for _, p in named],
+            "buffers": [[name, digest(getattr(m, own))] for name, m, own in model.buffers],
             "late": [n for n, p in named if id(p) not in model.reduced and p.grad is not None],
             "unowned": [
                 n
@@ -312,7 +418,10 @@ class Training:
                 own = self.inside or self.in_backward or torch.compiler.is_compiling()
                 if own or not self._observer.active or self._observer.busy:
                     return original(*args, **kwargs)  # of a wrapper, or of gradwire
-                self._observer.look(self._called_collective, name, args, kwargs)
+                if name == "barrier":
+                    self._observer.look(self._observer.emit, "barrier")
+                elif name == "all_reduce":
+                    self._observer.look(self._summed, *args, **kwargs)
                 since = time.monotonic()
                 result = original(*args, **kwargs)
                 self._observer.look(self._left_collective, name, args, since)
@@ -322,25 +431,18 @@ class Training:
 
         return make
 
-    def _called_collective(self, name: str, args: Any, kwargs: Any) -> None:
-        if name == "barrier":
-            self._observer.emit("barrier")
-        elif name in _REDUCING:
-            tensors = args[0] if args else kwargs.get("tensor")
-            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-                if isinstance(tensor, Tensor) and (of := self._whose_gradient(tensor)):
-                    self._observer.emit("reduced", parameter=of)
-
-    def _whose_gradient(self, tensor: Tensor) -> str:
-        """Return the place of the parameter whose gradient this is; "" if there is none."""
-        if tensor.numel() == 0:
-            return ""
-        for optimizer, number in self.optimizers.items():
-            for index, parameter in enumerate(_parameters(optimizer)):
-                grad = parameter.grad
-                if grad is not None and grad.data_ptr() == tensor.data_ptr():
-                    return f"parameter {index} of optimizer {number}, shape {list(parameter.shape)}"
-        return ""
+    def _summed(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
+        """Write that a sum is taken of a norm of gradients."""
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1 or op != dist.ReduceOp.SUM:
+            return
+        if not tensor.is_floating_point() or self._observer.step > _NORM_STEPS:
+            return
+        for optimizer in self.optimizers:
+            gradients = _gradients(optimizer)
+            norm = _total_norm(gradients)
+            if any(norm and math.isclose(float(tensor), norm**n, rel_tol=1e-4) for n in (1, 2)):
+                self._reduced_norm = True
+                self._observer.emit("norm", digest=_crc([digest(g) for g in gradients]))
 
     def _left_collective(self, name: str, args: Any, since: float) -> None:
         until = time.monotonic()
@@ -356,28 +458,47 @@ class Training:
 
     def _make_clip(self, name: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
-            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-                given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
+                given = [given] if isinstance(given, Tensor) else list(given)
                 limit = args[0] if args else next(iter(kwargs.values()), None)
-                by_norm = name == "clip_grad_norm_"
-                largest = None if by_norm else self._observer.look(_largest_gradient, given)
+                before = self._observer.look(_state_of_gradients, name, given)
                 result = original(given, *args, **kwargs)
-                self._observer.look(self._clipped, name, limit, result if by_norm else largest)
+                if before is not None:
+                    self._observer.look(self._clipped, name, given, limit, before, result)
                 return result
 
             return clip
 
         return make
 
-    def _clipped(self, name: str, limit: Any, before: Any) -> None:
-        if isinstance(limit, (int, float, Tensor)) and float(before) > float(limit):
-            self._observer.emit("clipped", function=name, before=float(before), limit=float(limit))
+    def _clipped(
+        self, name: str, given: list[Tensor], limit: Any, state: tuple[float, int], result: Any
+    ) -> None:
+        largest, code = state
+        sharded = any(getattr(o, "_reduce_scatter", False) for o in self.optimizers)
+        self._observer.emit(
+            "clip",
+            function=name,
+            before=float(result) if name == "clip_grad_norm_" else largest,
+            limit=math.inf if name == "get_total_norm" else float(limit),
+            digest=code,
+            of=[k for o, k in self.optimizers.items() if {*map(id, given)} & _ids(o)],
+            none=sharded and not code,
+        )
 
     def _saving(self, *_: Any, **__: Any) -> None:
         self._saving_since = time.monotonic()
 
     def _saved(self, *_: Any, **__: Any) -> None:
         self._observer.emit("saved", since=self._saving_since, until=time.monotonic())
+
+
+def _crc(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _parameter_digests(named: Any) -> dict[str, Any]:
+    return {"names": [n for n, _ in named], "parameters": [digest(p) for _, p in named]}
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -388,9 +509,31 @@ def _ids(optimizer: Any) -> set[int]:
     return set(map(id, _parameters(optimizer)))
 
 
-def _largest_gradient(parameters: list[Tensor]) -> float:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return max((float(grad.abs().max()) for grad in gradients), default=0.0)
+def _gradients(optimizer: Any) -> list[Tensor]:
+    return [p.grad for p in _parameters(optimizer) if p.grad is not None]
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> float:
+    return math.hypot(*(float(grad.norm()) for grad in gradients))
+
+
+def _state_of_gradients(name: str, given: list[Tensor]) -> tuple[float, int]:
+    """Return the largest gradient, and a digest of all; 0 if there are none."""
+    found = [t if name == "get_total_norm" else t.grad for t in given]
+    gradients = [grad for grad in found if grad is not None]
+    largest = 0.0
+    if name == "clip_grad_value_":
+        largest = max((float(grad.abs().max()) for grad in gradients), default=0.0)
+    return largest, _crc([digest(grad) for grad in gradients]) if gradients else 0
+
+
+def weighted_sum(optimizer: Any) -> float:
+    """Return a linear function of an optimizer's gradients, without cancellations."""
+    total = 0.0
+    for grad in filter(is_plain, _gradients(optimizer)):
+        first = grad.reshape(-1)[:_SUMMED].to("cpu", torch.float64)
+        total += float(first @ torch.arange(1, len(first) + 1, dtype=torch.float64).sqrt())
+    return total
 
 
 def _optimizer_state(optimizer: Any) -> list[list[Any]]:
@@ -439,43 +582,58 @@ _SUM, _MEAN = 2, 1  # values of `reduction` in PyTorch's nodes
 def terms_of(loss: Any) -> list[dict[str, Any]]:
     """Return the means that a loss is a sum of; leave out other terms."""
     # count: the number that a mean divides by; factor: the number by which the loss multiplies it;
-    # builtin: True if PyTorch's own function counted
+    # scales: the parts of the factor, with their lines if PyTorch recorded them; builtin: True if
+    # PyTorch's own function counted
     found: list[dict[str, Any]] = []
     if isinstance(loss, Tensor) and loss.grad_fn is not None and loss.numel() == 1:
-        _walk((loss.grad_fn, loss.output_nr), 1.0, found, 0)
+        _walk((loss.grad_fn, loss.output_nr), [], found)
     return found
 
 
-def _walk(at: tuple[Any, int], factor: float, found: list[dict[str, Any]], depth: int) -> None:
+def _walk(at: tuple[Any, int], scales: list[tuple[float, str]], found: list[Any]) -> None:
     """Add the terms below a node's output."""
     node, output = at
-    if node is None or depth > 32 or len(found) >= _MOST_TERMS:
+    if node is None or len(scales) > 32 or len(found) >= _MOST_TERMS:
         return
     name, inputs = node.name().removeprefix("torch::autograd::"), node.next_functions
     if name.startswith(("Add", "Sub")) and len(inputs) == 2:
         alpha = float(getattr(node, "_saved_alpha", 1))
         signs = (1.0, alpha if name.startswith("Add") else -alpha)
         for inner, sign in zip(inputs, signs, strict=True):
-            _walk(inner, factor * sign, found, depth + 1)
+            _walk(inner, [*scales, (sign, "")], found)
     elif name.startswith("Neg"):
-        _walk(inputs[0], -factor, found, depth + 1)
+        _walk(inputs[0], [*scales, (-1.0, "")], found)
     elif name.startswith("Mul"):
         variable = [i for i, (inner, _) in enumerate(inputs) if inner is not None]
         if len(variable) == 1:  # the other is a constant
             by = _number(node, "other" if variable == [0] else "self")
             if by is not None:
-                _walk(inputs[variable[0]], factor * by, found, depth + 1)
+                _walk(inputs[variable[0]], [*scales, (by, _line_of_node(node))], found)
     elif name.startswith("Div"):
         constant = inputs[0][0] is not None and (len(inputs) < 2 or inputs[1][0] is None)
         by = _number(node, "other") if constant else None
         if by and _is_sum(inputs[0][0], 0):
-            found.append({"count": by, "factor": factor, "builtin": False})
+            _add_term(by, scales, found, builtin=False)
         elif by:
-            _walk(inputs[0], factor / by, found, depth + 1)
+            _walk(inputs[0], [*scales, (1 / by, _line_of_node(node))], found)
     elif name.startswith(_THROUGH) and inputs:
-        _walk(inputs[min(output, len(inputs) - 1)], factor, found, depth + 1)
+        _walk(inputs[min(output, len(inputs) - 1)], [*scales, (1.0, "")], found)
     elif (count := _count(node, name)) is not None:
-        found.append({"count": count, "factor": factor, "builtin": True})
+        _add_term(count, scales, found, builtin=True)
+
+
+def _add_term(
+    count: float, scales: list[tuple[float, str]], found: list[Any], **kind: bool
+) -> None:
+    factor = math.prod(by for by, _ in scales)
+    numbers = [scale for scale in scales if scale[0] != 1]
+    found.append({"count": count, "factor": factor, "scales": numbers, **kind})
+
+
+def _line_of_node(node: Any) -> str:
+    """Return the line that made a node, with anomaly detection; otherwise ""."""
+    lines = re.findall(r'File "(.*?)", line (\d+)', "".join(node.metadata.get("traceback_", [])))
+    return next((f"{os.path.abspath(f)}:{n}" for f, n in reversed(lines) if is_users(f)), "")
 
 
 def _is_sum(node: Any, depth: int) -> bool:
