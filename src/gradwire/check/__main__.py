@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,20 @@ def observed(folder: Path, rank: int, *, steps: int = 0) -> Iterator[None]:
         yield
 
 
+def _spawn(function: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    """Call a function for this rank, instead of starting processes that are not observed."""
+    if nprocs != int(os.environ["WORLD_SIZE"]):
+        raise RuntimeError(f"the program spawns {nprocs} processes: pass --nproc-per-node {nprocs}")
+    function(int(os.environ["RANK"]), *args)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run a program as one rank, observed."""
     folder, steps, trace, *program = arguments
     if trace == "1":  # each node of a loss's graph keeps the line that made it
         torch.autograd.set_detect_anomaly(True, check_nan=False)
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        setattr(module, "spawn", _spawn)  # noqa: B010
     with observed(Path(folder), int(os.environ["RANK"]), steps=int(steps)):
         if program[0] == "-m":
             sys.argv = program[1:]

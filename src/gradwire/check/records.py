@@ -360,15 +360,19 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="gradwire-check-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", __package__, name, str(steps), str(+trace), *program]
-        with _started(command, ranks) as processes:
-            stalled = _wait(processes, folder, timeout)
+        # the output of a second run would only be in the way, and so would waiting for its errors
+        output, end = (subprocess.DEVNULL, 0.0) if trace else (_STDERR, _END_SECONDS)
+        with _started(command, ranks, output) as processes:
+            stalled = _wait(processes, folder, timeout, end)
             codes = [process.poll() for process in processes]
         failed = {rank: code for rank, code in enumerate(codes) if code}
         return Outcome(Run.read(folder), failed, stalled)
 
 
 @contextmanager
-def _started(command: Sequence[str], ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(
+    command: Sequence[str], ranks: int, output: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the ranks with torchrun's environment variables; none is left at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -389,7 +393,9 @@ def _started(command: Sequence[str], ranks: int) -> Iterator[list[subprocess.Pop
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
             environment = os.environ | common | own
-            processes.append(subprocess.Popen(command, env=environment, stdout=_STDERR))
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            )
         yield processes
     finally:
         for process in processes:
@@ -402,7 +408,9 @@ def _started(command: Sequence[str], ranks: int) -> Iterator[list[subprocess.Pop
                 process.wait()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> bool:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float, end: float
+) -> bool:
     """Wait for the last observed step or the end; return True if nothing happened for too long."""
     failed_at = None
     while True:
@@ -413,7 +421,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float
             return False
         if any(codes):
             failed_at = failed_at or time.monotonic()
-            if time.monotonic() > failed_at + _END_SECONDS:
+            if time.monotonic() > failed_at + end:
                 return False
         files = list(folder.iterdir())
         latest = max(path.stat().st_mtime for path in [folder, *files])

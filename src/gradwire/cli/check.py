@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,10 @@ import click
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
-    from gradwire.check import Finding, Outcome
+    from gradwire.check import Outcome
 
 _FOUND = 1
-_FAILED = 2
+_UNCHECKED = 2
 
 EXAMPLES = """\b
 Examples:
@@ -69,8 +70,8 @@ def check(
     """Run PROGRAM [ARGUMENTS...] on several ranks and report mistakes that raise no error.
 
     The program is not edited, and its results do not change. What it prints goes to stderr. The
-    exit code is 0 if nothing was found, 1 if something was, and 2 if the program failed and nothing
-    was found.
+    exit code is 0 if it was checked and nothing was found, 1 if something was found, and 2 if it
+    could not be checked: it failed, made no progress, or nothing of it is compared.
     """
     from gradwire.check import CHECKS, choose, conclude
 
@@ -93,30 +94,32 @@ def check(
     outcome = run_checked(["-m"] * module + list(program), nproc_per_node, steps, timeout)
     findings = conclude(outcome.run, checks)
     notes = _notes(outcome, len(checks))
+    steps = min((len(outcome.run.of("stepped", rank)) for rank in outcome.run.ranks), default=0)
+    compared = steps and (outcome.run.replicas() or outcome.run.alone())
+    checked = compared and not outcome.failed and not outcome.stalled
     if as_json:
-        found = list(map(asdict, findings))
-        click.echo(json.dumps({"findings": found, "notes": notes}, indent=2))
+        report = {
+            "findings": list(map(asdict, findings)),
+            "steps": steps,
+            "ranks": nproc_per_node,
+            "failed": outcome.failed,
+            "stalled": outcome.stalled,
+            "notes": notes,
+        }
+        click.echo(json.dumps(report, indent=2))
     else:
-        _show(findings, notes)
-    sys.exit(_FOUND if findings else _FAILED if outcome.failed else 0)
-
-
-def _show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.padding import Padding
-
-    console = Console(highlight=False)
-    for finding in findings:
-        console.print(finding.check.upper(), style="bold red", markup=False)
-        console.print(f"{finding.finds}: {finding.summary}", markup=False)
-        ranks = ", ".join(map(str, finding.ranks))
-        places = [f"ranks {ranks}", f"after {finding.step} steps", finding.tensor]
-        for place in (finding.line, "; ".join(filter(None, places))):
-            if place:
-                console.print(Padding(place, (0, 0, 0, 2)), style="cyan", markup=False)
-        console.print(f"Remedy: {finding.remedy}\n", markup=False)
-    for note in notes:
-        console.print(note, style="dim", markup=False)
+        for finding in findings:
+            ranks = ", ".join(map(str, finding.ranks))
+            places = [f"ranks {ranks}", f"after {finding.step} steps", finding.tensor]
+            click.secho(finding.check.upper(), fg="red", bold=True)
+            click.echo(f"{finding.finds}: {finding.summary}")
+            if finding.line:
+                click.secho(finding.line, fg="cyan")  # alone, so that terminals open it
+            click.secho("; ".join(filter(None, places)), fg="cyan")
+            click.echo(f"Remedy: {finding.remedy}\n")
+        for note in notes:
+            click.secho(note, dim=True)
+    sys.exit(_FOUND if findings else 0 if checked else _UNCHECKED)
 
 
 def _notes(outcome: Outcome, checks: int) -> list[str]:
@@ -124,14 +127,19 @@ def _notes(outcome: Outcome, checks: int) -> list[str]:
     run = outcome.run
     steps = [len(run.of("stepped", rank)) for rank in run.ranks]
     notes = [f"{checks} checks of {len(run.ranks)} ranks, {min(steps, default=0)} steps"]
-    notes += [
-        f"rank {rank} failed with exit code {code}"
-        + "".join(f": {e['error']}" for e in run.of("error", rank)[:1])
-        for rank, code in outcome.failed.items()
-    ]
+    # the first error is likely the cause of the others
+    errors = {
+        rank: (run.of("error", rank) or [{"time": inf, "error": ""}])[0] for rank in run.ranks
+    }
+    for rank in sorted(outcome.failed, key=lambda rank: float(errors[rank]["time"])):
+        text = f"rank {rank} failed with exit code {outcome.failed[rank]}: {errors[rank]['error']}"
+        notes.append(text.removesuffix(": "))
     if outcome.stalled:
         notes.append("the ranks made no progress and were ended; see gradwire run --recorder")
-    if run.ranks and not run.replicas():
-        notes.append("no DistributedDataParallel was seen on several ranks: most checks need one")
+    if not any(steps):
+        notes.append("nothing was checked: no rank stepped an optimizer")
+    elif not run.replicas():
+        seen = "only optimizers' parameters were compared" if run.alone() else "nothing was checked"
+        notes.append(f"{seen}: no DistributedDataParallel was called on several ranks")
     blind = {e["probe"]: e["error"] for rank in run.ranks for e in run.of("blind", rank)}
     return [*notes, *(f"{probe} could not observe: {error}" for probe, error in blind.items())]
