@@ -6,8 +6,6 @@ The line that a finding should name ends with `# finds:`, the program's name and
 from __future__ import annotations
 
 import copy
-import io
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -361,30 +359,3 @@ def fabric(mistake: str, kind: str = "") -> list[Any]:
         if mistake == "scheduler-on-one-rank" and rank == 0:
             scheduler.step()  # finds: fabric scheduler
     return result(net, losses)
-
-
-def slow_save(mistake: str, kind: str = "") -> list[Any]:
-    """Let rank 0 save while others wait, in a group with a short timeout."""
-    from datetime import timedelta
-
-    from gradwire import _engine_errors
-
-    seconds = 2.0
-    _engine_errors.backend_timeout(dist.group.WORLD)
-    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
-    before = options._timeout
-    options._timeout = timedelta(seconds=seconds)
-
-    class Slow(io.BytesIO):
-        def write(self, data: Any) -> int:
-            if self.tell() == 0:
-                time.sleep(1.4 if mistake else 0.0)
-            return super().write(data)
-
-    try:
-        if dist.get_rank() == 0:
-            torch.save({"x": torch.ones(4)}, Slow())  # finds: save
-        dist.barrier()
-    finally:
-        options._timeout = before
-    return []

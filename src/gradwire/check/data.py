@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import dataloader as loaders
 from torch.utils.data._utils import fetch
 
-from gradwire.check.observer import Observer, drawn, random_state, sample_digests, user_line
+from gradwire.check.observer import (
+    Observer,
+    digest_all,
+    drawn,
+    random_state,
+    sample_digests,
+    user_line,
+)
 from gradwire.check.records import Epoch, Event, Replicas, Run, Seen, check
 
 _WORKER_FETCHES = 8
@@ -78,15 +85,17 @@ class DataProbe:
             before = self._observer.look(random_state) if in_worker else None
             batch = original(*args)
             if before is not None:
-                self._observer.look(self.fetched, before)
+                self._observer.look(self.fetched, before, batch)
             return batch
 
         return fetching
 
-    def fetched(self, before: list[int]) -> None:
+    def fetched(self, before: list[int], batch: Any) -> None:
         self._fetched += 1
         if states := drawn(before, random_state()):
-            self._observer.emit("worker", random=states)
+            self._observer.emit(
+                "drew", where="worker", key=[self._fetched], random=states, data=digest_all(batch)
+            )
 
     def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
         known = self._loaders[loader] = _Loader(next(self._numbers), user_line())
@@ -132,6 +141,10 @@ class DataProbe:
         whole = all(isinstance(i, int) for i in index)
         samples = sample_digests(batch)
         after = self._observer.random = random_state()
+        states = drawn(epoch.random, after)
+        if states and epoch.batches:  # the first one also draws the sampler's seed
+            key = [epoch.loader.number, epoch.number, epoch.batches]
+            self._observer.emit("drew", where="loader", key=key, random=states, data=samples)
         self._observer.emit(
             "batch",
             loader=epoch.loader.number,
@@ -140,8 +153,6 @@ class DataProbe:
             index=[int(i) for i in index[:_MOST_SAMPLES]] if whole else None,
             samples=samples[:_MOST_SAMPLES],
             order=zlib.crc32(repr(index if whole else samples).encode()),
-            # the first batch also draws the sampler's seed
-            random=drawn(epoch.random, after) if epoch.batches else None,
         )
         epoch.batches += 1
 
@@ -273,7 +284,8 @@ def _uneven_batches(run: Run, model: Replicas) -> Iterator[Seen]:
     "shared-samples",
     "two ranks train on the same samples within an epoch",
     "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset)), with "
-    "the same dataset in the same order on every rank",
+    "the same dataset, seed and set_epoch(epoch) on every rank",
+    explains=("same-order",),
 )
 def _shared_samples(run: Run, model: Replicas) -> Iterator[Seen]:
     """More samples than a sampler pads with have the same content on two ranks, and the same index
@@ -290,6 +302,9 @@ def _shared_samples(run: Run, model: Replicas) -> Iterator[Seen]:
         shared, fewest, padding = _shared(one, other, len(run.ranks))
         if shared > max(padding, fewest / 10) and shared >= _FEWEST_SAMPLES:
             text = f"ranks {a} and {b} share {shared} of {fewest} samples of epoch {key[1]}"
+            seeds = [(e.begin["seed"], e.begin["sampler_epoch"]) for e in (one, other)]
+            if seeds[0] != seeds[1]:
+                text += f"; seeds and epochs of their samplers are {seeds}"
             yield Seen(text, one.begin, (a, b), one.begin["made"])
             return
 
@@ -315,24 +330,3 @@ def _shared(one: Epoch, other: Epoch, ranks: int) -> tuple[int, int, int]:
         return len(contents[0] & contents[1]), min(map(len, contents)), ranks
     padding = one.begin["batch_size"] * ranks
     return len(indexed[0] & indexed[1]), min(map(len, indexed)), padding
-
-
-@check(
-    "sampler-seed",
-    "distributed samplers of two ranks shuffle with different seeds or epochs",
-    "Pass the same seed on every rank, and call set_epoch() with the same epoch on every rank: "
-    "each rank takes its share of one common order",
-    explains=("shared-samples", "same-order"),
-)
-def _sampler_seed(run: Run, model: Replicas) -> Iterator[Seen]:
-    """Samplers of the same loader have different seeds or epochs in the same epoch."""
-    epochs = [run.epochs(rank) for rank in model.ranks]
-    for key in epochs[0]:
-        found = [e[key].begin for e in epochs if key in e and e[key].begin["shuffle"]]
-        if any(e["seed"] is None for e in found) or len({e["made"] for e in found}) != 1:
-            continue
-        seeds = [(e["seed"], e["sampler_epoch"]) for e in found]
-        if len(set(seeds)) > 1:
-            text = f"seeds and epochs of {found[0]['sampler']} by rank: {seeds}"
-            yield Seen(text, found[0], model.ranks, found[0]["made"])
-            break

@@ -3,139 +3,105 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from math import isclose, sqrt
 from typing import Any
 
-from gradwire.check.records import Event, Replicas, Run, Seen, check, differing, is_of
+from gradwire.check.records import Event, Replicas, Run, Seen, check, differing, is_backward
 
 _FEWEST = 2
 """Number of steps that must show the same."""
+_CAUSES = {
+    "late": (
+        "parameters were thawed, added or replaced after wrapping",
+        "Thaw, add and copy parameters before wrapping, or call model.refit() on every rank "
+        "(gradwire)",
+    ),
+    "around": (
+        "the model, or a part of it, is called around its wrapper",
+        "Call the wrapper: model(x) instead of model.module(x) or its methods; let forward choose "
+        "the method",
+    ),
+    "skipped": (
+        "some ranks skip a step of the optimizer",
+        "Decide for all ranks together: all_reduce the condition before it is used",
+    ),
+    "forward": (
+        "the forward ran while gradients were not to be reduced, but its backward should be",
+        "Run the forward outside of no_sync(), and set require_backward_grad_sync before it",
+    ),
+    "no_sync": (
+        "the optimizer steps after a backward in no_sync()",
+        "Leave no_sync() for the last micro-step before each step, also at the end of an epoch",
+    ),
+    "unused": (
+        "the wrapper is never called, and the optimizer has parameters of another module",
+        "Train the wrapper and its parameters, not a copy of the module",
+    ),
+}
 
 
-def _first_local_step(run: Run, model: Replicas) -> tuple[list[Event], str] | None:
+def _first_local_step(run: Run, model: Replicas) -> tuple[list[Event], str]:
     """Return the first step with different gradients, if parameters are never equal afterwards."""
     steps = list(run.steps("stepped", model))
-    if not steps or run.hooked(model) or differing(steps[-1], "parameters") is None:
-        return None
-    for events in steps:
-        name = differing(events, "gradients")
-        if name is not None:
-            at = events[0]["step"]
-            later = [e for e in run.steps("step", model) if e[0]["step"] > at]
-            equal = any(differing(e, "parameters") is None for e in later)
-            return None if equal else (events, name)
-    return None
-
-
-def _cause(run: Run, model: Replicas) -> tuple[str, Seen] | None:
-    """Return the name of the check that explains why gradients stay local, and what it has seen."""
-    local = _first_local_step(run, model)
-    if local is None:
-        return None
-    events, name = local
-    late = events[0]["late"]
-    if name in late:
-        text = f"{len(late)} parameters have gradients of their own on each rank"
-        tensor = shown(late)
-        return "changed-after-wrapping", Seen(text, events[0], model.ranks, model.line, tensor)
-    counts, last = [], None
-    for rank, event in zip(model.ranks, events, strict=True):
-        backwards = [
-            e for e in run.before(rank, event) if e["kind"] == "backward" and is_of(e, model)
-        ]
-        counts.append(sum(e["syncs"] for e in backwards))
-        since = [e for e in run.window(rank, event, model) if e["kind"] == "backward"]
-        for e in since:
-            if str(model.number) in e["around"] and not e["syncs"]:
-                seen = Seen(_LOCAL, e, model.ranks, e["around"][str(model.number)], name)
-                return "around-wrapper", seen
-        last = next((e for e in reversed(since) if model.number in e["models"]), last)
-    if len(set(counts)) > 1:
-        text = f"at its step {events[0]['number']}, ranks have run {counts} reduced backwards"
-        return "step-on-some-ranks", Seen(text, events[0], model.ranks, tensor=name)
-    if last is None or last["syncs"]:
-        return None
-    if last["wants"]:
-        return "forward-without-sync", Seen(_LOCAL, last, model.ranks, last["forward"], name)
-    # steps without any reduction are local steps, which are averaged later
-    if counts[0] or any(len(ranks[0]) > 1 for ranks in run.reductions(model)):
-        return "step-without-sync", Seen(_LOCAL, events[0], model.ranks, tensor=name)
-    return None
-
-
-_LOCAL = "the gradients differ between ranks, and parameters never become equal again"
-
-
-def _caused_by(name: str, run: Run, model: Replicas) -> Iterator[Seen]:
-    found = _cause(run, model)
-    if found is not None and found[0] == name:
-        yield found[1]
-
-
-def _define_causes() -> None:
-    calls_wrapper = "Call the wrapper: model(x) instead of model.module(x) or its methods"
-    for name, finds, remedy, evidence in (
-        (
-            "around-wrapper",
-            "the model is called around its wrapper, so that its gradients stay local",
-            f"{calls_wrapper}; let forward choose the method",
-            "A part of the wrapped module was called with gradients outside of the wrapper's "
-            "forward, and no forward of the wrapper was reduced in that backward.",
-        ),
-        (
-            "changed-after-wrapping",
-            "parameters were thawed, added or replaced after wrapping, so that nothing reduces "
-            "them",
-            "Thaw, add and copy parameters before wrapping, or call model.refit() on every rank "
-            "(gradwire)",
-            "They required no gradient when the module was wrapped.",
-        ),
-        (
-            "step-on-some-ranks",
-            "some ranks skip a step of the optimizer",
-            "Decide for all ranks together: all_reduce the condition before it is used",
-            "Ranks have run different numbers of reduced backwards before the same step.",
-        ),
-        (
-            "forward-without-sync",
-            "the forward ran while gradients were not to be reduced, but the backward should be",
-            "Run the forward outside of no_sync(), and set require_backward_grad_sync before it",
-            "require_backward_grad_sync was False in the forward and True in the backward.",
-        ),
-        (
-            "step-without-sync",
-            "the optimizer steps after a backward in no_sync()",
-            "Leave no_sync() for the last micro-step before each step, also at the end of an epoch",
-            "Other backwards were reduced, or accumulated.",
-        ),
-    ):
-        common = "Gradients differ between ranks at a step, and parameters are never equal again. "
-        search: Callable[..., Any] = partial(_caused_by, name)
-        search.__doc__ = common + evidence
-        check(name, finds, remedy, explains=("parameters-differ",))(search)
-
-
-_define_causes()
+    if steps and not run.hooked(model) and differing(steps[-1], "parameters"):
+        for events in steps:
+            if name := differing(events, "gradients"):
+                later = [e for e in run.steps("step", model) if e[0]["step"] > events[0]["step"]]
+                return (
+                    (events, name) if all(differing(e, "parameters") for e in later) else ([], "")
+                )
+    return [], ""
 
 
 @check(
-    "wrapper-unused",
-    "a model is wrapped, but another one is trained, whose gradients stay local",
-    "Train the wrapper and its parameters, not a copy of the module",
+    "local-gradients",
+    "gradients stay local, so that replicas become different models",
+    "Reduce the gradients of each step",
+    explains=("parameters-differ",),
     of_models=False,
 )
-def _wrapper_unused(run: Run) -> Iterator[Seen]:
-    """No wrapper is called, an optimizer has parameters of no wrapper, which were equal at first,
-    and their gradients differ.
+def _local_gradients(run: Run) -> Iterator[Seen]:
+    """Gradients differ between ranks at a step, parameters are never equal again, and the cause was
+    seen: a call around the wrapper, parameters that it does not know, different numbers of reduced
+    backwards, or a forward or backward in no_sync().
     """
+    for model in run.replicas():
+        events, name = _first_local_step(run, model)
+        if events:
+            cause, at, line = _cause(run, model, events, name)
+            if cause:
+                text, remedy = _CAUSES[cause]
+                yield Seen(text, at, model.ranks, line, name, remedy)
     wrapped = all(run.of("model", rank) for rank in run.ranks)
     for model in run.alone() if wrapped and not run.replicas() else ():
-        local = _first_local_step(run, model)
-        first = next(run.steps("step", model), [])
-        if local is not None and first and differing(first, "parameters") is None:
-            yield Seen(_LOCAL, local[0][0], model.ranks, tensor=local[1])
+        events, name = _first_local_step(run, model)
+        if events and not differing(next(run.steps("step", model), events), "parameters"):
+            text, remedy = _CAUSES["unused"]
+            yield Seen(text, events[0], model.ranks, "", name, remedy)
+
+
+def _cause(run: Run, model: Replicas, events: Sequence[Event], name: str) -> tuple[str, Event, str]:
+    """Return the cause of local gradients, an event that shows it, and its line; "" if unknown."""
+    if name in events[0]["late"]:
+        return "late", events[0], model.line
+    counts, last = [], None
+    for rank, event in zip(model.ranks, events, strict=True):
+        counts.append(sum(e["syncs"] for e in run.before(rank, event) if is_backward(e, model)))
+        since = [e for e in run.window(rank, event, model) if is_backward(e, model)]
+        for e in since:
+            if str(model.number) in e["around"] and not e["syncs"]:
+                return "around", e, e["around"][str(model.number)]
+        last = since[-1] if since else last
+    if len(set(counts)) > 1:
+        return "skipped", events[0], ""
+    if last is not None and not last["syncs"]:
+        if last["wants"]:
+            return "forward", last, last["forward"]
+        # steps without any reduction are local steps, which are averaged later
+        if counts[0] or any(len(ranks[0]) > 1 for ranks in run.reductions(model)):
+            return "no_sync", events[0], ""
+    return "", events[0], ""
 
 
 def shown(names: list[str]) -> str:
@@ -277,9 +243,10 @@ def _clipped_before_reduce(run: Run) -> Iterator[Seen]:
     yield from found.values()
 
 
-def _constant(values: list[float]) -> float | None:
+def _constant(values: Sequence[float]) -> float:
+    """Return the value if all are equal; 0 otherwise."""
     same = len(values) >= _FEWEST and all(isclose(v, values[0], rel_tol=1e-4) for v in values)
-    return values[0] if same else None
+    return values[0] if same else 0.0
 
 
 def _scales(run: Run, model: Replicas) -> list[tuple[float, int, Event]]:
@@ -289,12 +256,22 @@ def _scales(run: Run, model: Replicas) -> list[tuple[float, int, Event]]:
     if not events or run.any("weight") or any(e["hooked"] or e["gathers"] for e in events):
         return []
     steps = Counter(map(len, reductions)).most_common(1)[0][0]
-    found = []
-    for terms in zip(*(e["terms"] for e in events), strict=False):
-        factor = _constant([abs(t["factor"]) for t in terms])
-        if factor is not None and all(t["builtin"] for t in terms):
-            found.append((factor, steps, terms[0]))
-    return found
+    by_term = zip(*(e["terms"] for e in events), strict=False)
+    factors = [(_constant([abs(t["factor"]) for t in terms]), terms) for terms in by_term]
+    return [(f, steps, terms[0]) for f, terms in factors if f and all(t["builtin"] for t in terms)]
+
+
+def _summed_norms(run: Run, model: Replicas) -> tuple[float, list[Event]]:
+    """Return the norm of gradients after their norms were summed, if it is constant."""
+    after, found = [], []
+    for events in run.steps("stepped", model):
+        pairs = zip(model.ranks, events, strict=True)
+        windows = [run.window(rank, event, model) for rank, event in pairs]
+        norms = [e for window in windows for e in window if e["kind"] == "norm"]
+        if len(norms) >= len(windows) and len({e["digest"] for e in norms}) == 1:
+            after.append(events[0]["norm"])
+            found.append(norms[0])
+    return _constant(after), found
 
 
 def needs_more_ranks(run: Run) -> bool:
@@ -307,70 +284,54 @@ def needs_more_ranks(run: Run) -> bool:
     return run.any("norm")
 
 
+def _on_more_ranks(run: Run) -> Iterator[tuple[Replicas, Run, Replicas, float]]:
+    """Yield the models of both runs, and the ratio of their numbers of ranks."""
+    for model in run.replicas() if run.wider else ():
+        assert run.wider is not None
+        for other in run.wider.replicas():
+            if other.number == model.number:
+                yield model, run.wider, other, len(other.ranks) / len(model.ranks)
+
+
 @check(
     "scaled-by-world-size",
     "the loss is scaled by the world size, although the wrapper averages gradients",
     "Leave the factor out: after backward, gradients are the mean over ranks",
+    of_models=False,
 )
-def _scaled_by_world_size(run: Run, model: Replicas) -> Iterator[Seen]:
+def _scaled_by_world_size(run: Run) -> Iterator[Seen]:
     """PyTorch's own means are scaled by a factor that accumulation does not explain, and that
     follows the number of ranks in a run on more of them; no tensor with a gradient is gathered.
     """
-    others = [m for m in run.wider.replicas() if m.number == model.number] if run.wider else []
-    for other in others:
-        assert run.wider is not None
-        one, two = _scales(run, model), _scales(run.wider, other)
-        ratio = len(other.ranks) / len(model.ranks)
-        pairs = list(zip(one, two, strict=False))
+    for model, wider, other, ratio in _on_more_ranks(run):
+        one, two = _scales(run, model), _scales(wider, other)
+        pairs = list(zip(one, two, strict=False)) if len(one) == len(two) else []
         for by in (ratio, 1 / ratio):
-            follow = [isclose(f * s * by, g * t, rel_tol=1e-4) for (f, s, _), (g, t, _) in pairs]
-            if follow and all(follow) and len(one) == len(two):
-                terms = pairs[0][0][2], pairs[0][1][2]
-                scales = zip(terms[0]["scales"], terms[1]["scales"], strict=False)
-                line = next((b[1] for a, b in scales if isclose(b[0], a[0] * by)), "")
-                text = (
-                    f"factor {terms[0]['factor']:.3g} on {len(model.ranks)} ranks and "
-                    f"{terms[1]['factor']:.3g} on {len(other.ranks)}"
-                )
+            if pairs and all(isclose(f * s * by, g * t) for (f, s, _), (g, t, _) in pairs):
+                (first, _, a), (second, _, b) = pairs[0]
+                scales = zip(a["scales"], b["scales"], strict=False)
+                line = next((y[1] for x, y in scales if isclose(y[0], x[0] * by)), "")
+                text = f"factor {first:.3g} with {len(model.ranks)} ranks, {second:.3g} with"
                 at = run.reductions(model)[0][0][0]
-                yield Seen(text, at, model.ranks, line)
+                yield Seen(f"{text} {len(other.ranks)}", at, model.ranks, line)
 
 
 @check(
     "norm-reduced-twice",
     "the norm of gradients that are already reduced is summed over the ranks",
     "Use the norm of this rank's gradients, which are equal on all ranks",
+    of_models=False,
 )
-def _norm_reduced_twice(run: Run, model: Replicas) -> Iterator[Seen]:
+def _norm_reduced_twice(run: Run) -> Iterator[Seen]:
     """A sum over ranks is taken of the norm of equal gradients, and clipped gradients are shorter
     in a run on more ranks.
     """
-    others = [m for m in run.wider.replicas() if m.number == model.number] if run.wider else []
-    for other in others:
-        assert run.wider is not None
+    for model, wider, other, ratio in _on_more_ranks(run):
         one, norms = _summed_norms(run, model)
-        two, _ = _summed_norms(run.wider, other)
-        ratio = len(other.ranks) / len(model.ranks)
-        if one and two and any(isclose(one, two * r, rel_tol=0.01) for r in (ratio, sqrt(ratio))):
-            text = (
-                f"clipped gradients have a norm of {one:.3g} on {len(model.ranks)} ranks and of "
-                f"{two:.3g} on {len(other.ranks)}"
-            )
-            yield Seen(text, norms[0], model.ranks)
-
-
-def _summed_norms(run: Run, model: Replicas) -> tuple[float | None, list[Event]]:
-    """Return the norm of gradients after their norms were summed, if it is constant."""
-    after, found = [], []
-    for events in run.steps("stepped", model):
-        norms = [
-            next((n for n in run.window(r, e, model) if n["kind"] == "norm"), None)
-            for r, e in zip(model.ranks, events, strict=True)
-        ]
-        if norms[0] is not None and all(n and n["digest"] == norms[0]["digest"] for n in norms):
-            after.append(events[0]["norm"])
-            found.append(norms[0])
-    return _constant(after), found
+        two, _ = _summed_norms(wider, other)
+        if two and any(isclose(one, two * r, rel_tol=0.01) for r in (ratio, sqrt(ratio))):
+            text = f"clipped to {one:.3g} with {len(model.ranks)} ranks, to {two:.3g} with"
+            yield Seen(f"{text} {len(other.ranks)}", norms[0], model.ranks)
 
 
 @check(
@@ -384,30 +345,15 @@ def _summed_gradients(run: Run) -> Iterator[Seen]:
     loss is a mean that nothing else scales.
     """
     for model in [*run.replicas(), *run.alone()]:
-        steps = []
-        for events in run.steps("stepped", model):
-            before = [e["sums"][0] for e in events]
-            terms = [
-                [e["terms"] for e in run.window(r, event, model) if e["kind"] == "backward"]
-                for r, event in zip(model.ranks, events, strict=True)
-            ]
-            plain = all(
-                t["builtin"] and isclose(abs(t["factor"]) * len(micro), 1, rel_tol=1e-4)
-                for micro in terms
-                for of_backward in micro
-                for t in of_backward[:1]
-            )
-            if events[0]["hooked"] or None in before or not plain or not all(terms):
-                continue
-            if differing(events, "gradients") is not None or not any(terms[0]):
-                break
-            total = sum(before)
-            steps.append(
-                (abs(total) > 0 and isclose(total, events[0]["sums"][1], rel_tol=1e-3), events)
-            )
-        if len(steps) >= _FEWEST and all(summed for summed, _ in steps):
-            text = f"in all {len(steps)} steps"
-            yield Seen(text, steps[0][1][0], model.ranks)
+        scales = _scales(run, model)
+        if run.hooked(model) or not scales or not isclose(scales[0][0] * scales[0][1], 1):
+            continue
+        steps = list(run.steps("stepped", model))
+        sums = [([e["sums"][0] or 0.0 for e in events], events[0]["sums"][1]) for events in steps]
+        summed = [total and isclose(sum(one), total, rel_tol=1e-3) for one, total in sums]
+        equal = not any(differing(events, "gradients") for events in steps)
+        if equal and len(summed) >= _FEWEST and all(summed):
+            yield Seen(f"in all {len(summed)} steps", steps[0][0], model.ranks)
 
 
 @check(

@@ -66,9 +66,11 @@ def differing(events: Sequence[Event], field: str) -> str | None:
     return None
 
 
-def is_of(backward: Event, model: Replicas) -> bool:
-    """Return True if a model's wrapper, or a part of it, was called for a backward."""
-    return model.number in backward["models"] or str(model.number) in backward["around"]
+def is_backward(event: Event, model: Replicas) -> bool:
+    """Return True for a backward before which a model's wrapper, or a part of it, was called."""
+    if event["kind"] != "backward":
+        return False
+    return model.number in event["models"] or str(model.number) in event["around"]
 
 
 def _key(event: Event) -> tuple[Any, ...]:
@@ -232,13 +234,16 @@ class Run:
                     previous["last"] = True
             elif event["kind"] in ("forward", "batch"):
                 previous = None
-            elif event["kind"] == "backward" and is_of(event, model):
+            elif is_backward(event, model):
                 previous = event | {"last": ended}
                 ended = False
                 current.append(previous)
                 if event["syncs"] or model.number not in event["models"]:
                     found.append(current)
                     current = []
+            elif event["kind"] == "stepped" and current and model.number == ALONE:
+                found.append(current)
+                current = []
         return found
 
 
@@ -251,6 +256,7 @@ class Seen:
     ranks: Sequence[int]
     line: str = ""
     tensor: str = ""
+    remedy: str = ""  # "" for the check's
 
 
 @dataclass(frozen=True)
@@ -285,7 +291,7 @@ class Check:
                 self.name,
                 self.finds,
                 seen.summary,
-                self.remedy,
+                seen.remedy or self.remedy,
                 tuple(seen.ranks),
                 seen.line or seen.at["line"],
                 seen.tensor,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, zip_longest
-from typing import Any
+from itertools import combinations, product, zip_longest
 
 from gradwire.check.gradient_checks import shown
 from gradwire.check.observer import ALONE
@@ -12,8 +11,6 @@ from gradwire.check.records import Event, Replicas, Run, Seen, check, differing
 
 _FEWEST = 3
 _FEW_SAMPLES = 4
-_NEAR = 0.5
-"""Part of the timeout after which a wait is reported."""
 
 
 def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event]:
@@ -29,53 +26,22 @@ def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event]:
 
 
 @check(
-    "stale-optimizer",
-    "the optimizer was made before parameters were replaced",
-    "Make the optimizer after the model's parameters have been replaced or converted",
-    explains=("no-optimizer",),
-)
-def _stale_optimizer(run: Run, model: Replicas) -> Iterator[Seen]:
-    """Parameters get gradients in every step, are in no optimizer and never change, and an
-    optimizer has as many that the model does not have.
-    """
-    left, at = _left_out(run, model)
-    if left and at["foreign"] >= len(left):
-        text = f"the optimizer has {at['foreign']} parameters that the model does not have"
-        yield Seen(text, at, model.ranks, tensor=shown(left))
-
-
-@check(
     "no-optimizer",
     "parameters get gradients but are in no optimizer",
     "Pass them to the optimizer, or set requires_grad=False before wrapping",
 )
 def _no_optimizer(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A minority of the parameters get gradients in every step and never change."""
+    """A minority of the parameters get gradients in every step and never change, or an optimizer
+    has as many that the model does not have.
+    """
     left, at = _left_out(run, model)
-    if left and len(left) < len(model.names) / 2:
+    if left and at["foreign"] >= len(left):
+        text = f"the optimizer was made before {len(left)} parameters were replaced"
+        remedy = "Make the optimizer after parameters have been replaced or converted"
+        yield Seen(text, at, model.ranks, "", shown(left), remedy)
+    elif left and len(left) < len(model.names) / 2:
         text = f"{len(left)} of {len(model.names)} parameters never change"
         yield Seen(text, at, model.ranks, tensor=shown(left))
-
-
-@check(
-    "scheduler-on-one-rank",
-    "a scheduler is stepped on some ranks only",
-    "Step the scheduler on every rank",
-    explains=("learning-rates", "parameters-differ"),
-)
-def _scheduler_on_one_rank(run: Run, model: Replicas) -> Iterator[Seen]:
-    """The number of its steps and the learning rates differ at the same optimizer step."""
-    for events in run.steps("stepped", model):
-        if len({tuple(e["rates"]) for e in events}) == 1:
-            continue
-        pairs = zip(model.ranks, events, strict=True)
-        done = [[e for e in run.before(r, at) if e["kind"] == "schedule"] for r, at in pairs]
-        counts = [len(steps) for steps in done]
-        if len(set(counts)) > 1:
-            most = done[counts.index(max(counts))][-1]
-            text = f"steps of schedulers by rank: {counts}"
-            yield Seen(text, events[0], model.ranks, most["line"])
-        break
 
 
 @check(
@@ -91,7 +57,16 @@ def _learning_rates(run: Run, model: Replicas) -> Iterator[Seen]:
         for field, text in (("rates", "learning rates"), ("options", "options")):
             values = [e[field] for e in events]
             if all(e["owned"] for e in events) and any(value != values[0] for value in values):
-                yield Seen(f"{text} by rank: {values}", events[0], model.ranks)
+                pairs = zip(model.ranks, events, strict=True)
+                done = [
+                    [e for e in run.before(r, at) if e["kind"] == "schedule"] for r, at in pairs
+                ]
+                most, text = max(done, key=len), f"{text} by rank: {values}"
+                if len(most) > min(map(len, done)):
+                    text += f", after different numbers of scheduler steps: {[*map(len, done)]}"
+                    yield Seen(text, events[0], model.ranks, most[-1]["line"])
+                else:
+                    yield Seen(text, events[0], model.ranks)
                 return
 
 
@@ -121,30 +96,6 @@ def _optimizer_state(run: Run, model: Replicas) -> Iterator[Seen]:
 
 
 @check(
-    "different-from-the-start",
-    "replicas start with different parameters",
-    "Broadcast the parameters after they are made, or wrap the model",
-    explains=("parameters-differ",),
-    of_models=False,
-)
-def _different_from_the_start(run: Run) -> Iterator[Seen]:
-    """Parameters of no wrapper differ before the first step and after the last one, and their
-    gradients are equal at every step.
-    """
-    for model in run.alone():
-        steps = list(run.steps("stepped", model))
-        first = next(run.steps("step", model), [])
-        name = differing(first, "parameters") if first else None
-        if len(steps) >= _FEWEST and name and differing(steps[-1], "parameters"):
-            equal = all(
-                e["gradients"] == events[0]["gradients"] for events in steps for e in events
-            )
-            if equal and any(steps[0][0]["gradients"]):
-                text = f"{name} differs before the first step, and gradients are equal at each"
-                yield Seen(text, first[0], model.ranks, tensor=name)
-
-
-@check(
     "parameters-differ",
     "parameters differ between ranks",
     "Change parameters by the optimizer alone or in the same way on every rank, or broadcast "
@@ -157,24 +108,19 @@ def _parameters_differ(run: Run) -> Iterator[Seen]:
     """
     for model in [*run.replicas(), *run.alone()]:
         after = list(run.steps("stepped", model))
-        if not after or run.hooked(model) or not _always_reduced(run, model, after):
+        if len(after) < 2 or run.hooked(model) or not differing(after[-1], "parameters"):
             continue
-        if differing(after[-1], "parameters") is None:
+        if not _always_reduced(run, model, after):
             continue
-        afterwards = {(e[0]["optimizer"], e[0]["number"]): e for e in after}
-        for events in run.steps("step", model):
-            at = events[0]
-            name = differing(events, "parameters")
-            if name is not None:
-                yield _changed(run, model, events, name)
+        for before, stepped in zip(run.steps("step", model), after, strict=False):
+            if name := differing(before, "parameters"):
+                yield _changed(run, model, before, name)
                 break
-            stepped = afterwards.get((at["optimizer"], at["number"]), events)
-            name = differing(stepped, "parameters")
-            if name is not None:
-                cause = differing(stepped, "gradients") if stepped is not events else None
+            if name := differing(stepped, "parameters"):
+                cause = differing(stepped, "gradients")
                 how = f"whose gradients of {cause} differ" if cause else "with equal gradients"
                 text = f"changed in optimizer.step(), {how}"
-                yield Seen(text, at, model.ranks, tensor=name)
+                yield Seen(text, stepped[0], model.ranks, tensor=name)
                 break
 
 
@@ -194,18 +140,16 @@ def _changed(run: Run, model: Replicas, events: Sequence[Event], name: str) -> S
             at = done[0]
             text = f"changed {at['how']}" if at["how"] else f"changed after {_short(at['after'])}"
             return Seen(text, at, model.ranks, tensor=name)
-    return Seen("changed between two steps", events[0], model.ranks, tensor=name)
+    at_first = model.number == ALONE and events[0]["number"] == 0
+    text = "they differ before the first step" if at_first else "changed between two steps"
+    return Seen(text, events[0], model.ranks, tensor=name)
 
 
 def _always_reduced(run: Run, model: Replicas, steps: Sequence[Sequence[Event]]) -> bool:
     """Return True if each step of each rank follows a reduced backward."""
     if model.number == ALONE:
-        first = next(run.steps("step", model))  # there is one of each step
-        return differing(first, "parameters") is None and all(
-            any(e["gradients"]) and e["gradients"] == events[0]["gradients"]
-            for events in steps
-            for e in events
-        )
+        given = [[e["gradients"] for e in events] for events in steps]
+        return all(any(one) and one == by_rank[0] for by_rank in given for one in by_rank)
     for rank in model.ranks:
         reduced = False
         for event in run.events[rank]:
@@ -258,47 +202,18 @@ def _random_state(run: Run, model: Replicas) -> Iterator[Seen]:
     which is equal on two ranks before each of them, while inputs differ.
     """
     for a, b in combinations(model.ranks, 2):
-        inputs = [{e["number"]: e["inputs"] for e in run.forwards(model, r)} for r in (a, b)]
-        drew = [
-            {e["number"]: e for e in run.of("drew", r) if e["model"] == model.number}
-            for r in (a, b)
-        ]
-        batches = [
-            {(e["loader"], e["epoch"], e["number"]): e for e in run.of("batch", r)} for r in (a, b)
-        ]
-        workers = [dict(enumerate(run.of("worker", r))) for r in (a, b)]
-        for events, text in (
-            (drew, "forwards with draws of numbers in or before them"),
-            (batches, "batches whose loading draws numbers"),
-            (workers, "batches whose loading in workers draws numbers"),
-        ):
-            equal = _equal(*events)
-            if events is batches:
-                equal = [(x, y) for x, y in equal if x["samples"] != y["samples"]]
-            elif events is drew:
-                equal = [
-                    (x, y)
-                    for x, y in equal
-                    if inputs[0].get(x["number"]) != inputs[1].get(x["number"])
-                ]
-            if len(equal) >= _FEWEST:
-                text = f"equal random states before all {len(equal)} {text}"
-                yield Seen(text, equal[0][0], (a, b))
+        drew = [{(e["where"], *e["key"]): e for e in run.of("drew", rank)} for rank in (a, b)]
+        common = [(drew[0][key], drew[1][key]) for key in drew[0] if key in drew[1]]
+        for where, generator in product((f"forward {model.number}", "loader", "worker"), range(3)):
+            pairs = []
+            for one, other in common:
+                states = [e["random"][generator : generator + 1] for e in (one, other)]
+                if one["where"] == where and all(s and s[0] is not None for s in states):
+                    pairs.append((one, states[0] == states[1], one["data"] != other["data"]))
+            if len(pairs) >= _FEWEST and all(equal and other for _, equal, other in pairs):
+                text = f"equal random states before all {len(pairs)} draws of {where}s"
+                yield Seen(text.replace(f" {model.number}s", "s"), pairs[0][0], (a, b))
                 return
-
-
-def _equal(one: dict[Any, Event], other: dict[Any, Event]) -> list[tuple[Event, Event]]:
-    """Return the pairs that use a generator, if all have equal states of it."""
-    common = [(one[key], other[key]) for key in one if key in other]
-    for generator in range(3):
-        pairs = []
-        for a, b in common:
-            states = [(e["random"] or [])[generator : generator + 1] for e in (a, b)]
-            if all(state and state[0] is not None for state in states):
-                pairs.append((a, b, states[0] == states[1]))
-        if pairs and all(equal for _, _, equal in pairs):
-            return [(a, b) for a, b, _ in pairs]
-    return []
 
 
 @check(
@@ -350,28 +265,3 @@ def _goes_on(run: Run, rank: int, step: int) -> bool:
     events = [event for event in run.events[rank] if event["step"] == step]
     trains = any(event["kind"] == "forward" and event["gradients"] for event in events)
     return trains or any(event["kind"] in ("barrier", "end") for event in events)
-
-
-@check(
-    "slow-save",
-    "ranks wait for another one to save, for much of the group's timeout",
-    "Raise the timeout of init_process_group, or save in the background",
-    of_models=False,
-)
-def _slow_save(run: Run) -> Iterator[Seen]:
-    """A collective waited for half of the timeout, mostly while another rank saved."""
-    for rank in run.ranks:
-        for wait in run.of("waited", rank):
-            seconds = wait["until"] - wait["since"]
-            if not wait["timeout"] or seconds < _NEAR * wait["timeout"]:
-                continue
-            for other in run.ranks:
-                for save in run.of("saved", other) if other != rank else ():
-                    both = min(wait["until"], save["until"]) - max(wait["since"], save["since"])
-                    if both > seconds / 2:
-                        text = (
-                            f"rank {rank} waited {seconds:.1f} s in {wait['op']} for rank "
-                            f"{other}; the timeout is {wait['timeout']:.1f} s"
-                        )
-                        yield Seen(text, save, (other, rank))
-                        return

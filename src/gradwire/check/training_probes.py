@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +26,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradwire._engine_errors import backend_timeout
 from gradwire._torch import TORCHS_DDP, compile_callees_only
 from gradwire.check.observer import (
     ALONE,
@@ -52,17 +50,6 @@ _NORM_STEPS = 8
 _SUMMED = 64
 """Number of elements of each gradient that enter a sum."""
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
-_WAITING = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    *_GATHERING,
-    "barrier",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "all_to_all",
-)
-_WAIT_SECONDS = 0.5
-"""Shortest wait in a collective that is written."""
 
 
 class Model:
@@ -77,6 +64,7 @@ class Model:
         self.buffers: list[tuple[str, nn.Module, str]] = []  # that only the program synchronizes
         self.seen: list[int | None] = []  # digests of parameters at the latest look, and its line
         self.seen_at = ""
+        self.inputs = 0  # digest of the latest ones
 
     @property
     def wrapper(self) -> Any:
@@ -108,7 +96,6 @@ class Training:
         self._made = 0
         self.inside: list[Model] = []  # whose forward is running, innermost last
         self.in_backward = False
-        self._saving_since = 0.0
         # outputs and inputs of this step's gathers whose inputs need gradients
         self.gathered: list[tuple[list[Tensor], Tensor, str]] = []
         # since the last backward: forwards by wrappers, and calls around them, with their lines
@@ -138,12 +125,11 @@ class Training:
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
                 observer.around(scheduler, "step", after=lambda *_, **__: observer.emit("schedule"))
-        for name in _WAITING:
+        for name in ("all_reduce", "barrier", *_GATHERING):
             if hasattr(dist, name):
                 observer.patch((dist, c10d), name, self._make_collective(name))
         for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
             observer.patch((utils, clip_grad), name, self._make_clip(name))
-        observer.around(torch, "save", before=self._saving, after=self._saved)
         observer.undo += [
             register_module_forward_pre_hook(self._called).remove,
             register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)).remove,
@@ -216,6 +202,7 @@ class Training:
         if gradients:
             self._forwards.append((model, syncs, user_line()))
             self._compare([model])
+        model.inputs = digest_all((args, kwargs))
         first = next((p for _, p in model.trainable() if p.grad is not None), None)
         self._observer.emit(
             "forward",
@@ -226,7 +213,7 @@ class Training:
             syncs=syncs,
             sends_buffers=bool(wrapper.require_forward_param_sync) and _sends_buffers(wrapper),
             accumulates=first is not None and first.grad is not None and bool(first.grad.any()),
-            inputs=digest_all((args, kwargs)),
+            inputs=model.inputs,
         )
         model.forwards += gradients
         return model
@@ -237,8 +224,8 @@ class Training:
         self._observer.random = after
         states = drawn(before, after) if before is not None else None
         if states and model.wrapper.module.training:
-            number = model.forwards - 1
-            self._observer.emit("drew", model=model.number, number=number, random=states)
+            where, key = f"forward {model.number}", [model.forwards]
+            self._observer.emit("drew", where=where, key=key, random=states, data=model.inputs)
         self._compare([model], "in the forward")
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -298,7 +285,7 @@ class Training:
         living = [(m, s, line) for m, s, line in self._forwards if m.wrapper is not None]
         self._observer.emit(
             "backward",
-            models=sorted({model.number for model, _, _ in living}),
+            models=sorted({m.number for m, _, _ in living}) or ([] if self._around else [ALONE]),
             syncs=any(syncs for _, syncs, _ in living),
             wants=any(bool(model.wrapper.require_backward_grad_sync) for model, _, _ in living),
             forward=living[-1][2] if living else "",
@@ -415,21 +402,26 @@ class Training:
     def _make_collective(self, name: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
             def called(*args: Any, **kwargs: Any) -> Any:
+                # those of a wrapper, or of gradwire, are not observed
                 own = self.inside or self.in_backward or torch.compiler.is_compiling()
-                if own or not self._observer.active or self._observer.busy:
-                    return original(*args, **kwargs)  # of a wrapper, or of gradwire
-                if name == "barrier":
+                if name == "barrier" and not own:
                     self._observer.look(self._observer.emit, "barrier")
-                elif name == "all_reduce":
+                elif name == "all_reduce" and not own:
                     self._observer.look(self._summed, *args, **kwargs)
-                since = time.monotonic()
                 result = original(*args, **kwargs)
-                self._observer.look(self._left_collective, name, args, since)
+                if name in _GATHERING and not own:
+                    self._observer.look(self._gathered, *args)
                 return result
 
             return called
 
         return make
+
+    def _gathered(self, outputs: Any, own: Any, *_: Any) -> None:
+        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        needed = isinstance(own, Tensor) and own.requires_grad
+        if needed and not any(t.requires_grad for t in outputs):
+            self.gathered.append((outputs, own, user_line()))
 
     def _summed(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that a sum is taken of a norm of gradients."""
@@ -443,18 +435,6 @@ class Training:
             if any(norm and math.isclose(float(tensor), norm**n, rel_tol=1e-4) for n in (1, 2)):
                 self._reduced_norm = True
                 self._observer.emit("norm", digest=_crc([digest(g) for g in gradients]))
-
-    def _left_collective(self, name: str, args: Any, since: float) -> None:
-        until = time.monotonic()
-        if until - since > _WAIT_SECONDS:
-            group = dist.group.WORLD
-            timeout = 0.0 if group is None else backend_timeout(group)
-            self._observer.emit("waited", op=name, since=since, until=until, timeout=timeout)
-        if name not in _GATHERING or len(args) < 2 or not isinstance(args[1], Tensor):
-            return
-        outputs = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-        if args[1].requires_grad and not any(t.requires_grad for t in outputs):
-            self.gathered.append((outputs, args[1], user_line()))
 
     def _make_clip(self, name: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
@@ -485,12 +465,6 @@ class Training:
             of=[k for o, k in self.optimizers.items() if {*map(id, given)} & _ids(o)],
             none=sharded and not code,
         )
-
-    def _saving(self, *_: Any, **__: Any) -> None:
-        self._saving_since = time.monotonic()
-
-    def _saved(self, *_: Any, **__: Any) -> None:
-        self._observer.emit("saved", since=self._saving_since, until=time.monotonic())
 
 
 def _crc(value: Any) -> int:
