@@ -36,7 +36,6 @@ CASES = {
     "scaled-by-world-size": {
         p: f"{p} scaled-by-world-size" for p in ("plain", "gpt", "accelerate")
     },
-    "synced-micro-steps": {p: f"{p} backward" for p in ("plain", "gpt", "accelerate", "fabric")},
     "stale-optimizer": {
         "plain": "first.weight",
         "gpt": "embedding.weight",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from gradwire.check.observer import (
     sample_digests,
     user_line,
 )
-from gradwire.check.records import Epoch, Event, Replicas, Run, Seen, check
+from gradwire.check.records import Epoch, Event, Finding, Replicas, Run, check, seen
 
 _WORKER_FETCHES = 8
 """Number of a worker's fetches that are written."""
@@ -32,18 +31,12 @@ _MOST_SAMPLES = 256
 
 
 @dataclass
-class _Loader:
-    number: int
-    line: str
-    epochs: int = 0
-
-
-@dataclass
 class _Iteration:
-    """One iteration of a loader."""
+    """One iteration of a loader, or a loader and the number of its iterations so far."""
 
-    loader: _Loader
-    number: int
+    loader: int = -1
+    number: int = 0
+    line: str = ""
     indices: deque[Any] = field(default_factory=deque)  # requested and not returned
     batches: int = 0
     random: list[int] = field(default_factory=list)  # state before the current batch
@@ -55,10 +48,9 @@ class DataProbe:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._fetched = 0  # by this worker of a loader
-        self._numbers = itertools.count()
-        self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._loaders: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
         self._epochs: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
-        self._early: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._made = 0
         observer.around(DataLoader, "__init__", before=self.add)
         observer.around(DataLoader, "__iter__", after=self.begin)
         observer.patch(loaders._BaseDataLoaderIter, "__next__", self._make_next)
@@ -97,19 +89,21 @@ class DataProbe:
                 "drew", where="worker", key=[self._fetched], random=states, data=digest_all(batch)
             )
 
-    def add(self, loader: Any, *_: Any, **__: Any) -> _Loader:
-        known = self._loaders[loader] = _Loader(next(self._numbers), user_line())
+    def add(self, loader: Any, *_: Any, **__: Any) -> _Iteration:
+        known = self._loaders[loader] = _Iteration(self._made, line=user_line())
+        self._made += 1
         return known
 
     def begin(self, iterator: Any, loader: Any) -> None:
         known = self._loaders.get(loader) or self.add(loader)  # made before observing began
-        epoch = self._epochs[iterator] = _Iteration(known, known.epochs)
-        epoch.indices.extend(self._early.pop(iterator, ()))
-        known.epochs += 1
+        # workers have prefetched before the loader has returned the iterator
+        epoch = self._epochs.setdefault(iterator, _Iteration())
+        epoch.loader, epoch.number = known.loader, known.number
+        known.number += 1
         sampler = _innermost_sampler(loader)
         self._observer.emit(
             "epoch",
-            loader=known.number,
+            loader=known.loader,
             made=known.line,
             epoch=epoch.number,
             sampler=type(sampler).__name__,
@@ -122,19 +116,13 @@ class DataProbe:
         )
 
     def requested(self, index: Any, iterator: Any) -> None:
-        if iterator in self._epochs:
-            self._epochs[iterator].indices.append(index)
-        else:  # prefetched by workers before the loader has returned the iterator
-            self._early.setdefault(iterator, []).append(index)
+        self._epochs.setdefault(iterator, _Iteration()).indices.append(index)
 
     def before(self, iterator: Any) -> None:
-        if iterator in self._epochs:
-            self._epochs[iterator].random = random_state()
+        self._epochs[iterator].random = random_state()
 
     def drawn(self, iterator: Any, batch: Any) -> None:
-        epoch = self._epochs.get(iterator)
-        if epoch is None:
-            return
+        epoch = self._epochs[iterator]
         index = epoch.indices.popleft() if epoch.indices else None
         if not isinstance(index, (list, tuple)):
             index = [index]
@@ -143,11 +131,11 @@ class DataProbe:
         after = self._observer.random = random_state()
         states = drawn(epoch.random, after)
         if states and epoch.batches:  # the first one also draws the sampler's seed
-            key = [epoch.loader.number, epoch.number, epoch.batches]
+            key = [epoch.loader, epoch.number, epoch.batches]
             self._observer.emit("drew", where="loader", key=key, random=states, data=samples)
         self._observer.emit(
             "batch",
-            loader=epoch.loader.number,
+            loader=epoch.loader,
             epoch=epoch.number,
             number=epoch.batches,
             index=[int(i) for i in index[:_MOST_SAMPLES]] if whole else None,
@@ -157,11 +145,9 @@ class DataProbe:
         epoch.batches += 1
 
     def exhausted(self, iterator: Any) -> None:
-        epoch = self._epochs.get(iterator)
-        if epoch is not None:
-            self._observer.emit(
-                "exhausted", loader=epoch.loader.number, epoch=epoch.number, batches=epoch.batches
-            )
+        epoch = self._epochs[iterator]
+        place: dict[str, Any] = {"loader": epoch.loader, "epoch": epoch.number}
+        self._observer.emit("exhausted", batches=epoch.batches, **place)
 
 
 def _innermost_sampler(loader: Any) -> Any:
@@ -190,15 +176,15 @@ def _loader_line(run: Run, rank: int) -> str:
     return lines.pop() if len(lines) == 1 else ""
 
 
-@check(
-    "same-batches",
-    "ranks train on the same batches",
-    "Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a "
-    "seed with the rank in it where batches are drawn at random",
-    explains=("shared-samples",),
-)
-def _same_batches(run: Run, model: Replicas) -> Iterator[Seen]:
-    """The inputs of every training forward are equal on two ranks, and change with steps."""
+@check(explains=("shared-samples",))
+def _same_batches(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Ranks train on the same batches.
+
+    The inputs of every training forward are equal on two ranks, and change with steps.
+
+    Give each rank its own share: DataLoader(..., sampler=DistributedSampler(dataset)), or a
+    seed with the rank in it where batches are drawn at random.
+    """
     inputs = {r: [e["inputs"] for e in run.forwards(model, r)] for r in model.ranks}
     for a, b in combinations(model.ranks, 2):
         both = list(zip(inputs[a], inputs[b], strict=False))
@@ -206,18 +192,18 @@ def _same_batches(run: Run, model: Replicas) -> Iterator[Seen]:
         if len(both) >= _FEWEST and same and len(set(inputs[a])) > 1:
             at = run.forwards(model, b)[0]
             text = f"ranks {a} and {b} have equal inputs in all {len(both)} training steps"
-            yield Seen(text, at, (a, b), _loader_line(run, b))
+            yield seen(text, at, (a, b), _loader_line(run, b))
             break
 
 
-@check(
-    "same-order",
-    "every epoch has the same order: set_epoch is not called",
-    "Call sampler.set_epoch(epoch) at the beginning of each epoch",
-    of_models=False,
-)
-def _same_order(run: Run) -> Iterator[Seen]:
-    """A sampler that shuffles gave the same samples in the same order in two epochs."""
+@check(of_models=False)
+def _same_order(run: Run) -> Iterator[Finding]:
+    """Every epoch has the same order: set_epoch is not called.
+
+    A sampler that shuffles gave the same samples in the same order in two epochs.
+
+    Call sampler.set_epoch(epoch) at the beginning of each epoch.
+    """
     found: dict[str, tuple[Event, list[int]]] = {}
     for rank in run.ranks:
         epochs = run.epochs(rank)
@@ -229,7 +215,7 @@ def _same_order(run: Run) -> Iterator[Seen]:
                     ranks.append(rank)
     for line, (at, ranks) in found.items():
         text = f"epochs {at['epoch'] - 1} and {at['epoch']} of {at['sampler']} have equal orders"
-        yield Seen(text, at, ranks, line)
+        yield seen(text, at, ranks, line)
 
 
 def _is_same_order(one: Epoch, other: Epoch) -> bool:
@@ -245,15 +231,15 @@ def _is_same_order(one: Epoch, other: Epoch) -> bool:
     )
 
 
-@check(
-    "uneven-batches",
-    "ranks have different numbers of batches",
-    "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
-    "in `with model.join():`",
-)
-def _uneven_batches(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A rank's loader ended and it trained no more, while another rank went on to train with the
+@check()
+def _uneven_batches(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Ranks have different numbers of batches.
+
+    A rank's loader ended and it trained no more, while another rank went on to train with the
     same loader, without join().
+
+    Give all ranks the same number of batches (DistributedSampler, drop_last=True), or train in
+    `with model.join():`.
     """
     for a, b in () if run.any("join") else permutations(model.ranks, 2):
         fewer, more = len(run.forwards(model, a)), len(run.forwards(model, b))
@@ -276,20 +262,19 @@ def _uneven_batches(run: Run, model: Replicas) -> Iterator[Seen]:
                     f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} has "
                     f"{least}{len(other.batches)}"
                 )
-                yield Seen(text, other.begin, (a, b), other.begin["made"])
+                yield seen(text, other.begin, (a, b), other.begin["made"])
                 return
 
 
-@check(
-    "shared-samples",
-    "two ranks train on the same samples within an epoch",
-    "Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset)), with "
-    "the same dataset, seed and set_epoch(epoch) on every rank",
-    explains=("same-order",),
-)
-def _shared_samples(run: Run, model: Replicas) -> Iterator[Seen]:
-    """More samples than a sampler pads with have the same content on two ranks, and the same index
+@check(explains=("same-order",))
+def _shared_samples(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Two ranks train on the same samples within an epoch.
+
+    More samples than a sampler pads with have the same content on two ranks, and the same index
     unless distributed samplers drew them; no rank draws with replacement.
+
+    Split the dataset between ranks: DataLoader(..., sampler=DistributedSampler(dataset)), with
+    the same dataset, seed and set_epoch(epoch) on every rank.
     """
     epochs = {rank: run.epochs(rank) for rank in model.ranks}
     # ranks of different groups may share samples, as in tensor parallelism
@@ -305,7 +290,7 @@ def _shared_samples(run: Run, model: Replicas) -> Iterator[Seen]:
             seeds = [(e.begin["seed"], e.begin["sampler_epoch"]) for e in (one, other)]
             if seeds[0] != seeds[1]:
                 text += f"; seeds and epochs of their samplers are {seeds}"
-            yield Seen(text, one.begin, (a, b), one.begin["made"])
+            yield seen(text, one.begin, (a, b), one.begin["made"])
             return
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isclose, sqrt
 from typing import Any
 
-from gradwire.check.records import Event, Replicas, Run, Seen, check, differing, is_backward
+from gradwire.check.records import (
+    Event,
+    Finding,
+    Replicas,
+    Run,
+    check,
+    differing,
+    is_backward,
+    seen,
+)
 
 _FEWEST = 2
 """Number of steps that must show the same."""
@@ -54,17 +63,15 @@ def _first_local_step(run: Run, model: Replicas) -> tuple[list[Event], str]:
     return [], ""
 
 
-@check(
-    "local-gradients",
-    "gradients stay local, so that replicas become different models",
-    "Reduce the gradients of each step",
-    explains=("parameters-differ",),
-    of_models=False,
-)
-def _local_gradients(run: Run) -> Iterator[Seen]:
-    """Gradients differ between ranks at a step, parameters are never equal again, and the cause was
-    seen: a call around the wrapper, parameters that it does not know, different numbers of reduced
-    backwards, or a forward or backward in no_sync().
+@check(explains=("parameters-differ",), of_models=False)
+def _local_gradients(run: Run) -> Iterator[Finding]:
+    """Gradients stay local, so that replicas become different models.
+
+    Gradients differ between ranks at a step, parameters are never equal again, and the cause
+    was seen: a call around the wrapper, parameters that it does not know, different numbers of
+    reduced backwards, or a forward or backward in no_sync().
+
+    Reduce the gradients of each step.
     """
     for model in run.replicas():
         events, name = _first_local_step(run, model)
@@ -72,27 +79,25 @@ def _local_gradients(run: Run) -> Iterator[Seen]:
             cause, at, line = _cause(run, model, events, name)
             if cause:
                 text, remedy = _CAUSES[cause]
-                yield Seen(text, at, model.ranks, line, name, remedy)
+                yield seen(text, at, model.ranks, line, name, remedy)
     wrapped = all(run.of("model", rank) for rank in run.ranks)
     for model in run.alone() if wrapped and not run.replicas() else ():
         events, name = _first_local_step(run, model)
         if events and not differing(next(run.steps("step", model), events), "parameters"):
             text, remedy = _CAUSES["unused"]
-            yield Seen(text, events[0], model.ranks, "", name, remedy)
+            yield seen(text, events[0], model.ranks, "", name, remedy)
 
 
 def _cause(run: Run, model: Replicas, events: Sequence[Event], name: str) -> tuple[str, Event, str]:
     """Return the cause of local gradients, an event that shows it, and its line; "" if unknown."""
     if name in events[0]["late"]:
         return "late", events[0], model.line
-    counts, last = [], None
-    for rank, event in zip(model.ranks, events, strict=True):
-        counts.append(sum(e["syncs"] for e in run.before(rank, event) if is_backward(e, model)))
-        since = [e for e in run.window(rank, event, model) if is_backward(e, model)]
-        for e in since:
-            if str(model.number) in e["around"] and not e["syncs"]:
-                return "around", e, e["around"][str(model.number)]
-        last = since[-1] if since else last
+    last = None
+    for window in run.windows(events, model):
+        for last in (e for e in window if is_backward(e, model)):
+            if str(model.number) in last["around"] and not last["syncs"]:
+                return "around", last, last["around"][str(model.number)]
+    counts = [e["reduced"] for e in events]
     if len(set(counts)) > 1:
         return "skipped", events[0], ""
     if last is not None and not last["syncs"]:
@@ -109,38 +114,41 @@ def shown(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-@check(
-    "gather-without-gradient",
-    "the loss uses the result of an all_gather that has no gradient",
-    "Use gradwire.all_gather or torch.distributed.nn.all_gather, or put this rank's own tensor "
-    "back into its place of the result",
-    of_models=False,
-)
-def _gather_without_gradient(run: Run) -> Iterator[Seen]:
-    """A tensor that needs a gradient was gathered, and the loss's graph holds the result without
+@check(of_models=False)
+def _gather_without_gradient(run: Run) -> Iterator[Finding]:
+    """The loss uses the result of an all_gather that has no gradient.
+
+    A tensor that needs a gradient was gathered, and the loss's graph holds the result without
     one.
+
+    Use gradwire.all_gather or torch.distributed.nn.all_gather, or put this rank's own tensor
+    back into its place of the result.
     """
-    found: dict[str, tuple[Event, set[int]]] = {}
-    for rank in run.ranks:
-        for event in run.of("gathered", rank):
-            found.setdefault(event["line"], (event, set()))[1].add(rank)
-    for at, ranks in found.values():
-        tensor = f"gathered tensor of shape {at['shape']}"
-        yield Seen(
-            "the gradients of the other ranks' tensors are lost", at, sorted(ranks), "", tensor
-        )
+    gathers = [(e, r, str(e["shape"])) for r in run.ranks for e in run.of("gathered", r)]
+    for at, ranks, shape in _by_line(gathers):
+        text = f"the gradients of the other ranks' tensors of shape {shape} are lost"
+        yield seen(text, at, ranks)
 
 
-@check(
-    "mean-of-means",
-    "the loss averages over different numbers of tokens or samples",
-    "Call model.weight(n) before backward with the number n of tokens or samples (gradwire), "
-    "or divide the sum by the mean of n over ranks and micro-steps",
-)
-def _mean_of_means(run: Run, model: Replicas) -> Iterator[Seen]:
-    """In several steps, and not only at the end of a loader, the same term of the loss divides by
-    numbers that differ by more than 10 % between ranks or micro-steps, nothing weights it, and no
-    hook reduces the gradients.
+def _by_line(events: Iterable[tuple[Event, int, str]]) -> Iterator[tuple[Event, list[int], str]]:
+    """Yield the first of the events of each line, the ranks that have one, and its text."""
+    found: dict[str, list[tuple[Event, int, str]]] = {}
+    for event, rank, text in events:
+        found.setdefault(event["line"], []).append((event, rank, text))
+    for same in found.values():
+        yield same[0][0], sorted({rank for _, rank, _ in same}), same[0][2]
+
+
+@check()
+def _mean_of_means(run: Run, model: Replicas) -> Iterator[Finding]:
+    """The loss averages over different numbers of tokens or samples.
+
+    In several steps, and not only at the end of a loader, the same term of the loss divides by
+    numbers that differ by more than 10 % between ranks or micro-steps, nothing weights it, and
+    no hook reduces the gradients.
+
+    Call model.weight(n) before backward with the number n of tokens or samples (gradwire), or
+    divide the sum by the mean of n over ranks and micro-steps.
     """
     if run.any("weight"):
         return
@@ -156,7 +164,7 @@ def _mean_of_means(run: Run, model: Replicas) -> Iterator[Seen]:
             f"in {len(differing)} of {len(reductions)} steps; in the first of them the ranks "
             f"divide by {counts}"
         )
-        yield Seen(text, backwards[0][-1], model.ranks)
+        yield seen(text, backwards[0][-1], model.ranks)
 
 
 def _counts(ranks: list[list[Event]]) -> list[Any] | None:
@@ -176,18 +184,17 @@ def _counts(ranks: list[list[Event]]) -> list[Any] | None:
     return None
 
 
-@check(
-    "clip-without-gradients",
-    "gradients are clipped, or their norm is taken, where there are none",
-    "Clip between backward and optimizer.step(); with ShardedOptimizer(reduce_scatter=True), call "
-    "optimizer.clip_grad_norm_() or optimizer.clip_grad_value_()",
-    of_models=False,
-)
-def _clip_without_gradients(run: Run) -> Iterator[Seen]:
-    """In several steps, a clip or norm comes before the backward, or a sharded optimizer holds the
+@check(of_models=False)
+def _clip_without_gradients(run: Run) -> Iterator[Finding]:
+    """Gradients are clipped, or their norm is taken, where there are none.
+
+    In several steps, a clip or norm comes before the backward, or a sharded optimizer holds the
     gradients.
+
+    Clip between backward and optimizer.step(); with ShardedOptimizer(reduce_scatter=True), call
+    optimizer.clip_grad_norm_() or optimizer.clip_grad_value_().
     """
-    found: dict[str, list[tuple[int, Event]]] = {}
+    found = []
     for rank in run.ranks:
         backward, early = False, {}
         for event in run.events[rank]:
@@ -196,51 +203,43 @@ def _clip_without_gradients(run: Run) -> Iterator[Seen]:
             elif event["kind"] == "clip" and (event["none"] or not backward):
                 early[event["line"]] = event
             elif event["kind"] == "stepped":
-                for line, clip in early.items() if backward else ():
-                    found.setdefault(line, []).append((rank, clip))
+                found += [(clip, rank, "") for clip in early.values() if backward]
                 backward, early = False, {}
-    for clips in found.values():
-        if len(clips) >= _FEWEST * len({rank for rank, _ in clips}):
-            clip = clips[0][1]
-            why = "param.grad is None, on" if clip["none"] else "there was no backward since"
-            text = f"{why} each rank" if clip["none"] else f"{why} the last step"
-            yield Seen(f"{clip['function']}: {text}", clip, sorted({rank for rank, _ in clips}))
+    for clip, ranks, _ in _by_line(found):
+        if sum(other["line"] == clip["line"] for other, _, _ in found) >= _FEWEST * len(ranks):
+            why = "param.grad is None" if clip["none"] else "no backward since the last step"
+            yield seen(f"{clip['function']}: {why}", clip, ranks)
 
 
-@check(
-    "clipped-before-reduce",
-    "gradients are clipped before they are reduced",
-    "Clip after the backward that reduces the gradients, or after the all_reduce",
-    of_models=False,
-)
-def _clipped_before_reduce(run: Run) -> Iterator[Seen]:
-    """Clipping changed an optimizer's gradients on a rank while they differed between ranks, and
+@check(of_models=False)
+def _clipped_before_reduce(run: Run) -> Iterator[Finding]:
+    """Gradients are clipped before they are reduced.
+
+    Clipping changed an optimizer's gradients on a rank while they differed between ranks, and
     at the step they were equal.
+
+    Clip after the backward that reduces the gradients, or after the all_reduce.
     """
-    found: dict[str, Seen] = {}
+    found = []
     for model in [*run.replicas(), *run.alone()]:
         for events in run.steps("stepped", model):
             if events[0]["hooked"] or differing(events, "gradients") is not None:
                 continue
+            optimizer = events[0]["optimizer"]
             clips = [
-                [
-                    c
-                    for c in run.window(rank, e, model)
-                    if c["kind"] == "clip" and e["optimizer"] in c["of"]
-                ]
-                for rank, e in zip(model.ranks, events, strict=True)
+                [e for e in window if e["kind"] == "clip" and optimizer in e["of"]]
+                for window in run.windows(events, model)
             ]
             for same in zip(*clips, strict=False):
-                pairs = zip(model.ranks, same, strict=True)
-                cut = [(rank, c) for rank, c in pairs if c["before"] > c["limit"]]
-                if cut and len({c["digest"] for c in same}) > 1:
-                    clip = cut[0][1]
-                    text = (
-                        f"{clip['function']} cut gradients of {clip['before']:.3g} to "
-                        f"{clip['limit']:.3g} while they were this rank's own"
-                    )
-                    found.setdefault(clip["line"], Seen(text, clip, [rank for rank, _ in cut]))
-    yield from found.values()
+                if len({clip["digest"] for clip in same}) > 1:
+                    pairs = zip(same, model.ranks, strict=True)
+                    found += [(c, r, "") for c, r in pairs if c["before"] > c["limit"]]
+    for clip, ranks, _ in _by_line(found):
+        text = (
+            f"{clip['function']} cut gradients of {clip['before']:.3g} to {clip['limit']:.3g} "
+            "while they were this rank's own"
+        )
+        yield seen(text, clip, ranks)
 
 
 def _constant(values: Sequence[float]) -> float:
@@ -265,8 +264,7 @@ def _summed_norms(run: Run, model: Replicas) -> tuple[float, list[Event]]:
     """Return the norm of gradients after their norms were summed, if it is constant."""
     after, found = [], []
     for events in run.steps("stepped", model):
-        pairs = zip(model.ranks, events, strict=True)
-        windows = [run.window(rank, event, model) for rank, event in pairs]
+        windows = run.windows(events, model)
         norms = [e for window in windows for e in window if e["kind"] == "norm"]
         if len(norms) >= len(windows) and len({e["digest"] for e in norms}) == 1:
             after.append(events[0]["norm"])
@@ -293,15 +291,14 @@ def _on_more_ranks(run: Run) -> Iterator[tuple[Replicas, Run, Replicas, float]]:
                 yield model, run.wider, other, len(other.ranks) / len(model.ranks)
 
 
-@check(
-    "scaled-by-world-size",
-    "the loss is scaled by the world size, although the wrapper averages gradients",
-    "Leave the factor out: after backward, gradients are the mean over ranks",
-    of_models=False,
-)
-def _scaled_by_world_size(run: Run) -> Iterator[Seen]:
-    """PyTorch's own means are scaled by a factor that accumulation does not explain, and that
+@check(of_models=False)
+def _scaled_by_world_size(run: Run) -> Iterator[Finding]:
+    """The loss is scaled by the world size, although the wrapper averages gradients.
+
+    PyTorch's own means are scaled by a factor that accumulation does not explain, and that
     follows the number of ranks in a run on more of them; no tensor with a gradient is gathered.
+
+    Leave the factor out: after backward, gradients are the mean over ranks.
     """
     for model, wider, other, ratio in _on_more_ranks(run):
         one, two = _scales(run, model), _scales(wider, other)
@@ -313,36 +310,34 @@ def _scaled_by_world_size(run: Run) -> Iterator[Seen]:
                 line = next((y[1] for x, y in scales if isclose(y[0], x[0] * by)), "")
                 text = f"factor {first:.3g} with {len(model.ranks)} ranks, {second:.3g} with"
                 at = run.reductions(model)[0][0][0]
-                yield Seen(f"{text} {len(other.ranks)}", at, model.ranks, line)
+                yield seen(f"{text} {len(other.ranks)}", at, model.ranks, line)
 
 
-@check(
-    "norm-reduced-twice",
-    "the norm of gradients that are already reduced is summed over the ranks",
-    "Use the norm of this rank's gradients, which are equal on all ranks",
-    of_models=False,
-)
-def _norm_reduced_twice(run: Run) -> Iterator[Seen]:
-    """A sum over ranks is taken of the norm of equal gradients, and clipped gradients are shorter
+@check(of_models=False)
+def _norm_reduced_twice(run: Run) -> Iterator[Finding]:
+    """The norm of gradients that are already reduced is summed over the ranks.
+
+    A sum over ranks is taken of the norm of equal gradients, and clipped gradients are shorter
     in a run on more ranks.
+
+    Use the norm of this rank's gradients, which are equal on all ranks.
     """
     for model, wider, other, ratio in _on_more_ranks(run):
         one, norms = _summed_norms(run, model)
         two, _ = _summed_norms(wider, other)
         if two and any(isclose(one, two * r, rel_tol=0.01) for r in (ratio, sqrt(ratio))):
             text = f"clipped to {one:.3g} with {len(model.ranks)} ranks, to {two:.3g} with"
-            yield Seen(f"{text} {len(other.ranks)}", norms[0], model.ranks)
+            yield seen(f"{text} {len(other.ranks)}", norms[0], model.ranks)
 
 
-@check(
-    "summed-gradients",
-    "gradients are summed over the ranks, and not divided by their number",
-    "Divide by the world size after the all_reduce, or reduce with ReduceOp.AVG",
-    of_models=False,
-)
-def _summed_gradients(run: Run) -> Iterator[Seen]:
-    """The gradients at each step are equal on all ranks, and the sum of those after backward; the
+@check(of_models=False)
+def _summed_gradients(run: Run) -> Iterator[Finding]:
+    """Gradients are summed over the ranks, and not divided by their number.
+
+    The gradients at each step are equal on all ranks, and the sum of those after backward; the
     loss is a mean that nothing else scales.
+
+    Divide by the world size after the all_reduce, or reduce with ReduceOp.AVG.
     """
     for model in [*run.replicas(), *run.alone()]:
         scales = _scales(run, model)
@@ -353,32 +348,4 @@ def _summed_gradients(run: Run) -> Iterator[Seen]:
         summed = [total and isclose(sum(one), total, rel_tol=1e-3) for one, total in sums]
         equal = not any(differing(events, "gradients") for events in steps)
         if equal and len(summed) >= _FEWEST and all(summed):
-            yield Seen(f"in all {len(summed)} steps", steps[0][0], model.ranks)
-
-
-@check(
-    "synced-micro-steps",
-    "gradient accumulation communicates in every micro-step",
-    "Run all but the last micro-step in `with model.no_sync():`, its forward included",
-)
-def _synced_micro_steps(run: Run, model: Replicas) -> Iterator[Seen]:
-    """Several backwards of the same line were reduced before each step, each on top of the
-    gradients of the one before.
-    """
-    windows: list[list[Event]] = []
-    current: list[Event] = []
-    accumulates = False
-    for event in run.events[model.ranks[0]]:
-        if event["kind"] == "forward" and event["model"] == model.number:
-            accumulates = event["accumulates"]
-        elif event["kind"] == "backward" and model.number in event["models"]:
-            if event["syncs"]:
-                current = [*current, event] if accumulates else [event]
-        elif event["kind"] == "stepped" and str(model.number) in event["models"]:
-            windows.append(current)
-            current = []
-    several = [w for w in windows if len(w) > 1 and len({e["line"] for e in w}) == 1]
-    if len(several) >= _FEWEST and len(several) >= len(windows) / 2:
-        count = len(several[0])
-        text = f"{count} reductions before each step, of which {count - 1} are not needed"
-        yield Seen(text, several[0][0], model.ranks)
+            yield seen(f"in all {len(summed)} steps", steps[0][0], model.ranks)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +173,11 @@ class Run:
             if len(found) == len(by_rank):
                 yield found
 
-    def before(self, rank: int, at: Event) -> Sequence[Event]:
-        """Return a rank's events before one of an optimizer."""
-        events = self.events[rank]
-        key = _key(at)
-        return events[: next((i for i, e in enumerate(events) if _key(e) == key), len(events))]
+    def windows(self, events: Sequence[Event], model: Replicas) -> list[list[Event]]:
+        """Return the events between the last step of a model and one of each rank."""
+        return [self._window(r, _key(e), model) for r, e in zip(model.ranks, events, strict=True)]
 
-    def window(self, rank: int, at: Event, model: Replicas) -> list[Event]:
-        """Return a rank's events before one of an optimizer, since the last step of a model."""
+    def _window(self, rank: int, key: Any, model: Replicas) -> list[Event]:
         found = self._windows.get((rank, model.number))
         if found is None:
             found = self._windows[rank, model.number] = {}
@@ -191,7 +188,7 @@ class Run:
                 current.append(event)
                 if event["kind"] == "stepped" and str(model.number) in event["models"]:
                     current.clear()
-        return found[_key(at)]
+        return found[key]
 
     def hooked(self, model: Replicas) -> bool:
         """Return True if a hook of the program's own replaces the mean of the gradients."""
@@ -220,43 +217,38 @@ class Run:
         Those of an accumulation are one reduction. Each has "last" in addition: True if a data
         loader ended next to it.
         """
-        by_rank = [self._reductions(model, rank) for rank in model.ranks]
+        by_rank: list[list[list[Event]]] = [[[]] for _ in model.ranks]
+        for rank, found in zip(model.ranks, by_rank, strict=True):
+            ended, previous = False, None
+            for event in self.events[rank]:
+                if event["kind"] == "exhausted":
+                    ended = True
+                    if previous is not None:
+                        previous["last"] = True
+                elif event["kind"] in ("forward", "batch"):
+                    previous = None
+                elif is_backward(event, model):
+                    previous = event | {"last": ended}
+                    ended = False
+                    found[-1].append(previous)
+                    if event["syncs"] or model.number not in event["models"]:
+                        found.append([])
+                elif event["kind"] == "stepped" and found[-1] and model.number == ALONE:
+                    found.append([])
+            found.pop()  # not reduced
         return [list(ranks) for ranks in zip(*by_rank, strict=False)]
 
-    def _reductions(self, model: Replicas, rank: int) -> list[list[Event]]:
-        found: list[list[Event]] = []
-        current: list[Event] = []
-        ended, previous = False, None
-        for event in self.events[rank]:
-            if event["kind"] == "exhausted":
-                ended = True
-                if previous is not None:
-                    previous["last"] = True
-            elif event["kind"] in ("forward", "batch"):
-                previous = None
-            elif is_backward(event, model):
-                previous = event | {"last": ended}
-                ended = False
-                current.append(previous)
-                if event["syncs"] or model.number not in event["models"]:
-                    found.append(current)
-                    current = []
-            elif event["kind"] == "stepped" and current and model.number == ALONE:
-                found.append(current)
-                current = []
-        return found
 
-
-@dataclass(frozen=True)
-class Seen:
-    """Events that show a mistake; see `Finding`."""
-
-    summary: str
-    at: Event
-    ranks: Sequence[int]
-    line: str = ""
-    tensor: str = ""
-    remedy: str = ""  # "" for the check's
+def seen(
+    summary: str,
+    at: Event,
+    ranks: Iterable[int],
+    line: str = "",
+    tensor: str = "",
+    remedy: str = "",
+) -> Finding:
+    """Return a finding at an event, without what its check adds."""
+    return Finding("", "", summary, remedy, tuple(ranks), line or at["line"], tensor, at["step"])
 
 
 @dataclass(frozen=True)
@@ -278,27 +270,18 @@ class Check:
     finds: str
     remedy: str
     evidence: str
-    search: Callable[..., Iterable[Seen]]
+    search: Callable[..., Iterable[Finding]]
     explains: tuple[str, ...] = ()
     on_request: bool = False
     of_models: bool = True
 
     def conclude(self, run: Run) -> list[Finding]:
         """Return what a run shows."""
-        models = [(run, model) for model in run.replicas()] if self.of_models else [(run,)]
+        calls = [(run, model) for model in run.replicas()] if self.of_models else [(run,)]
+        found = [finding for call in calls for finding in self.search(*call)]
         return [
-            Finding(
-                self.name,
-                self.finds,
-                seen.summary,
-                seen.remedy or self.remedy,
-                tuple(seen.ranks),
-                seen.line or seen.at["line"],
-                seen.tensor,
-                seen.at["step"],
-            )
-            for arguments in models
-            for seen in self.search(*arguments)
+            replace(f, check=self.name, finds=self.finds, remedy=f.remedy or self.remedy)
+            for f in found
         ]
 
 
@@ -306,12 +289,15 @@ CHECKS: list[Check] = []
 """All checks, in the order of their definitions, which is that of the report."""
 
 
-def check(name: str, finds: str, remedy: str, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that adds a function as a check; its docstring is the evidence."""
+def check(**options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that adds a function as a check, by its name and docstring."""
+    # the docstring's paragraphs are what it finds, the evidence, and the remedy
 
     def add(search: Any) -> Any:
-        evidence = " ".join((search.__doc__ or "").split())
-        CHECKS.append(Check(name, finds, remedy, evidence, search, **options))
+        texts = [" ".join(text.split()) for text in (search.__doc__ or "").split("\n\n")]
+        finds, evidence, remedy = texts
+        name = search.__name__.removeprefix("_").replace("_", "-")
+        CHECKS.append(Check(name, finds.rstrip("."), remedy, evidence, search, **options))
         return search
 
     return add
@@ -405,13 +391,8 @@ def _started(
         yield processes
     finally:
         for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(_END_SECONDS / 2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def _wait(

@@ -7,7 +7,7 @@ from itertools import combinations, product, zip_longest
 
 from gradwire.check.gradient_checks import shown
 from gradwire.check.observer import ALONE
-from gradwire.check.records import Event, Replicas, Run, Seen, check, differing
+from gradwire.check.records import Event, Finding, Replicas, Run, check, differing, seen
 
 _FEWEST = 3
 _FEW_SAMPLES = 4
@@ -25,60 +25,54 @@ def _left_out(run: Run, model: Replicas) -> tuple[list[str], Event]:
     return [name for name in first["names"] if name in still], first
 
 
-@check(
-    "no-optimizer",
-    "parameters get gradients but are in no optimizer",
-    "Pass them to the optimizer, or set requires_grad=False before wrapping",
-)
-def _no_optimizer(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A minority of the parameters get gradients in every step and never change, or an optimizer
+@check()
+def _no_optimizer(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Parameters get gradients but are in no optimizer.
+
+    A minority of the parameters get gradients in every step and never change, or an optimizer
     has as many that the model does not have.
+
+    Pass them to the optimizer, or set requires_grad=False before wrapping.
     """
     left, at = _left_out(run, model)
     if left and at["foreign"] >= len(left):
         text = f"the optimizer was made before {len(left)} parameters were replaced"
         remedy = "Make the optimizer after parameters have been replaced or converted"
-        yield Seen(text, at, model.ranks, "", shown(left), remedy)
+        yield seen(text, at, model.ranks, "", shown(left), remedy)
     elif left and len(left) < len(model.names) / 2:
         text = f"{len(left)} of {len(model.names)} parameters never change"
-        yield Seen(text, at, model.ranks, tensor=shown(left))
+        yield seen(text, at, model.ranks, tensor=shown(left))
 
 
-@check(
-    "learning-rates",
-    "learning rates or other options of the optimizer differ between ranks",
-    "Compute them from values that are equal on all ranks; all_reduce a metric before a "
-    "scheduler uses it",
-    explains=("parameters-differ",),
-)
-def _learning_rates(run: Run, model: Replicas) -> Iterator[Seen]:
-    """They differ at the same step of an optimizer of replicated parameters."""
+@check(explains=("parameters-differ",))
+def _learning_rates(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Learning rates or other options of the optimizer differ between ranks.
+
+    They differ at the same step of an optimizer of replicated parameters.
+
+    Compute them from values that are equal on all ranks; all_reduce a metric before a scheduler
+    uses it.
+    """
     for events in run.steps("stepped", model):
         for field, text in (("rates", "learning rates"), ("options", "options")):
             values = [e[field] for e in events]
             if all(e["owned"] for e in events) and any(value != values[0] for value in values):
-                pairs = zip(model.ranks, events, strict=True)
-                done = [
-                    [e for e in run.before(r, at) if e["kind"] == "schedule"] for r, at in pairs
-                ]
-                most, text = max(done, key=len), f"{text} by rank: {values}"
-                if len(most) > min(map(len, done)):
-                    text += f", after different numbers of scheduler steps: {[*map(len, done)]}"
-                    yield Seen(text, events[0], model.ranks, most[-1]["line"])
-                else:
-                    yield Seen(text, events[0], model.ranks)
+                text, counts = f"{text} by rank: {values}", [e["schedules"] for e in events]
+                most = events[counts.index(max(counts))]
+                line = most["schedule"] if len(set(counts)) > 1 else ""
+                text += f"; steps of schedulers: {counts}" if line else ""
+                yield seen(text, events[0], model.ranks, line)
                 return
 
 
-@check(
-    "optimizer-state",
-    "the optimizer's state differs between ranks",
-    "Load the same checkpoint of the optimizer on every rank, or on none",
-    explains=("parameters-differ",),
-)
-def _optimizer_state(run: Run, model: Replicas) -> Iterator[Seen]:
-    """The same tensors of its state differ after a step, although gradients, learning rates and
+@check(explains=("parameters-differ",))
+def _optimizer_state(run: Run, model: Replicas) -> Iterator[Finding]:
+    """The optimizer's state differs between ranks.
+
+    The same tensors of its state differ after a step, although gradients, learning rates and
     options were equal in all steps so far.
+
+    Load the same checkpoint of the optimizer on every rank, or on none.
     """
     for events in run.steps("stepped", model):
         given = [(e["rates"], e["gradients"]) for e in events]
@@ -91,20 +85,19 @@ def _optimizer_state(run: Run, model: Replicas) -> Iterator[Seen]:
             if len({entry[2] for entry in entries}) > 1:
                 tensor = f"{entries[0][1]!r} of parameter {entries[0][0]} of the optimizer"
                 text = "the optimizers have different states after equal gradients"
-                yield Seen(text, events[0], model.ranks, tensor=tensor)
+                yield seen(text, events[0], model.ranks, tensor=tensor)
                 return
 
 
-@check(
-    "parameters-differ",
-    "parameters differ between ranks",
-    "Change parameters by the optimizer alone or in the same way on every rank, or broadcast "
-    "them afterwards",
-    of_models=False,
-)
-def _parameters_differ(run: Run) -> Iterator[Seen]:
-    """Every step was reduced without a hook of the program's own, and parameters differ at one step
-    and at the end.
+@check(of_models=False)
+def _parameters_differ(run: Run) -> Iterator[Finding]:
+    """Parameters differ between ranks.
+
+    Every step was reduced without a hook of the program's own, and parameters differ at one
+    step and at the end.
+
+    Change parameters by the optimizer alone or in the same way on every rank, or broadcast them
+    afterwards.
     """
     for model in [*run.replicas(), *run.alone()]:
         after = list(run.steps("stepped", model))
@@ -120,29 +113,25 @@ def _parameters_differ(run: Run) -> Iterator[Seen]:
                 cause = differing(stepped, "gradients")
                 how = f"whose gradients of {cause} differ" if cause else "with equal gradients"
                 text = f"changed in optimizer.step(), {how}"
-                yield Seen(text, stepped[0], model.ranks, tensor=name)
+                yield seen(text, stepped[0], model.ranks, tensor=name)
                 break
 
 
-def _changed(run: Run, model: Replicas, events: Sequence[Event], name: str) -> Seen:
+def _changed(run: Run, model: Replicas, events: Sequence[Event], name: str) -> Finding:
     """Return the first change outside of steps that differs between ranks."""
     changes = [
-        [
-            e
-            for e in run.window(rank, event, model)
-            if e["kind"] == "changed" and e["model"] == model.number
-        ]
-        for rank, event in zip(model.ranks, events, strict=True)
+        [e for e in window if e["kind"] == "changed" and e["model"] == model.number]
+        for window in run.windows(events, model)
     ]
     for same in zip_longest(*changes):
         done = [e for e in same if e is not None]
         if len(done) < len(same) or len({e["digest"] for e in done}) > 1:
             at = done[0]
             text = f"changed {at['how']}" if at["how"] else f"changed after {_short(at['after'])}"
-            return Seen(text, at, model.ranks, tensor=name)
+            return seen(text, at, model.ranks, tensor=name)
     at_first = model.number == ALONE and events[0]["number"] == 0
     text = "they differ before the first step" if at_first else "changed between two steps"
-    return Seen(text, events[0], model.ranks, tensor=name)
+    return seen(text, events[0], model.ranks, tensor=name)
 
 
 def _always_reduced(run: Run, model: Replicas, steps: Sequence[Sequence[Event]]) -> bool:
@@ -166,14 +155,14 @@ def _short(line: str) -> str:
     return line.replace("\\", "/").rpartition("/")[2]
 
 
-@check(
-    "buffers-differ",
-    "buffers that the model updates by itself differ between ranks",
-    "all_reduce what they are updated with, or leave broadcast_buffers=True",
-)
-def _buffers_differ(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A buffer that is saved, of no batch norm, differs after several steps until the end, and
-    the wrapper does not broadcast buffers.
+@check()
+def _buffers_differ(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Buffers that the model updates by itself differ between ranks.
+
+    A buffer that is saved, of no batch norm, differs after several steps until the end, and the
+    wrapper does not broadcast buffers.
+
+    All_reduce what they are updated with, or leave broadcast_buffers=True.
     """
     steps = list(run.steps("stepped", model))
     by_name: dict[str, list[bool]] = {}
@@ -183,23 +172,22 @@ def _buffers_differ(run: Run, model: Replicas) -> Iterator[Seen]:
     for name, differ in by_name.items():
         first = differ.index(True) if any(differ) else len(differ)
         if len(differ) - first >= _FEWEST and all(differ[first:]):
-            window = run.window(model.ranks[0], steps[first][0], model)
+            window = run.windows(steps[first], model)[0]
             forward = [e["forward"] for e in window if e["kind"] == "backward" and e["forward"]]
             line = forward[-1] if forward else ""
             text = f"from step {steps[first][0]['number']} on"
-            yield Seen(text, steps[first][0], model.ranks, line, name)
+            yield seen(text, steps[first][0], model.ranks, line, name)
             return
 
 
-@check(
-    "random-state",
-    "ranks draw the same random numbers, for dropout, noise or augmentation",
-    "Seed each rank differently after the model is built: torch.manual_seed(seed + rank)",
-    on_request=True,  # trainers that seed all ranks alike work, with noise that is less diverse
-)
-def _random_state(run: Run, model: Replicas) -> Iterator[Seen]:
-    """Several training forwards, or draws of a data loader or its workers, change the random state,
-    which is equal on two ranks before each of them, while inputs differ.
+@check(on_request=True)
+def _random_state(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Ranks draw the same random numbers, for dropout, noise or augmentation.
+
+    Several training forwards, or draws of a data loader or its workers, change the random
+    state, which is equal on two ranks before each of them, while inputs differ.
+
+    Seed each rank differently after the model is built: torch.manual_seed(seed + rank).
     """
     for a, b in combinations(model.ranks, 2):
         drew = [{(e["where"], *e["key"]): e for e in run.of("drew", rank)} for rank in (a, b)]
@@ -212,18 +200,19 @@ def _random_state(run: Run, model: Replicas) -> Iterator[Seen]:
                     pairs.append((one, states[0] == states[1], one["data"] != other["data"]))
             if len(pairs) >= _FEWEST and all(equal and other for _, equal, other in pairs):
                 text = f"equal random states before all {len(pairs)} draws of {where}s"
-                yield Seen(text.replace(f" {model.number}s", "s"), pairs[0][0], (a, b))
+                yield seen(text.replace(f" {model.number}s", "s"), pairs[0][0], (a, b))
                 return
 
 
-@check(
-    "batch-norm",
-    "batch norm uses the statistics of few samples per rank",
-    "Convert the model before wrapping: gradwire.ddp.SyncBatchNorm.convert_sync_batchnorm or "
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-)
-def _batch_norm(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A batch norm gets fewer than 4 samples in its first calls on every rank."""
+@check()
+def _batch_norm(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Batch norm uses the statistics of few samples per rank.
+
+    A batch norm gets fewer than 4 samples in its first calls on every rank.
+
+    Convert the model before wrapping: gradwire.ddp.SyncBatchNorm.convert_sync_batchnorm or
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm.
+    """
     calls = [
         [e for e in run.of("batch_norm", rank) if e["model"] == model.number]
         for rank in model.ranks
@@ -231,18 +220,18 @@ def _batch_norm(run: Run, model: Replicas) -> Iterator[Seen]:
     if all(c and all(e["samples"] < _FEW_SAMPLES for e in c) for c in calls):
         at = calls[0][0]
         names = sorted({e["name"] for c in calls for e in c})
-        yield Seen(f"{at['samples']} samples per rank", at, model.ranks, tensor=shown(names))
+        yield seen(f"{at['samples']} samples per rank", at, model.ranks, tensor=shown(names))
 
 
-@check(
-    "evaluation-on-one-rank",
-    "some ranks evaluate through the wrapper, whose forward broadcasts buffers",
-    "Evaluate model.module on that rank, or on all ranks; with gradwire, "
-    "sync_buffers_in_eval=False",
-)
-def _evaluation_on_one_rank(run: Run, model: Replicas) -> Iterator[Seen]:
-    """A rank calls a wrapper that broadcasts buffers without gradients, while another goes on
+@check()
+def _evaluation_on_one_rank(run: Run, model: Replicas) -> Iterator[Finding]:
+    """Some ranks evaluate through the wrapper, whose forward broadcasts buffers.
+
+    A rank calls a wrapper that broadcasts buffers without gradients, while another goes on
     without such a call.
+
+    Evaluate model.module on that rank, or on all ranks; with gradwire,
+    sync_buffers_in_eval=False.
     """
     evaluations: dict[int, dict[int, Event]] = {rank: {} for rank in model.ranks}
     for rank, found in evaluations.items():
@@ -256,7 +245,7 @@ def _evaluation_on_one_rank(run: Run, model: Replicas) -> Iterator[Seen]:
             others = [b for b in model.ranks if step not in evaluations[b]]
             if without := [b for b in others if _goes_on(run, b, step)]:
                 text = f"rank {a} evaluates after step {step}, ranks {without} do not"
-                yield Seen(text, event, (a,))
+                yield seen(text, event, (a,))
                 return
 
 

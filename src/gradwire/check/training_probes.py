@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -59,6 +60,7 @@ class Model:
         self.number = number
         self._wrapper = weakref.ref(wrapper)
         self.forwards = 0
+        self.backwards = 0  # that were reduced
         self.reduced: set[int] = set()  # ids of what required a gradient when it was wrapped
         self.modules: set[int] = set()  # ids of the wrapped module and its parts
         self.buffers: list[tuple[str, nn.Module, str]] = []  # that only the program synchronizes
@@ -103,6 +105,7 @@ class Training:
         self._around: dict[int, str] = {}
         self._sums: dict[str, float] = {}
         self._reduced_norm = False  # since the last step
+        self._schedules = (0, "")  # number of schedulers' steps, and line of the latest
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
             observer.around(wrapper, "__init__", after=self._wrapped)
             observer.patch(wrapper, "forward", self._make_forward)
@@ -124,7 +127,7 @@ class Training:
         )
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
-                observer.around(scheduler, "step", after=lambda *_, **__: observer.emit("schedule"))
+                observer.around(scheduler, "step", after=self._scheduled)
         for name in ("all_reduce", "barrier", *_GATHERING):
             if hasattr(dist, name):
                 observer.patch((dist, c10d), name, self._make_collective(name))
@@ -135,6 +138,9 @@ class Training:
             register_optimizer_step_pre_hook(lambda own, *_: observer.look(self._step, own)).remove,
             register_optimizer_step_post_hook(lambda own, *_: self._stepped(own)).remove,
         ]
+
+    def _scheduled(self, *_: Any, **__: Any) -> None:
+        self._schedules = (self._schedules[0] + 1, user_line())
 
     # -- wrappers ----------------------------------------------------------------------------
 
@@ -203,7 +209,6 @@ class Training:
             self._forwards.append((model, syncs, user_line()))
             self._compare([model])
         model.inputs = digest_all((args, kwargs))
-        first = next((p for _, p in model.trainable() if p.grad is not None), None)
         self._observer.emit(
             "forward",
             model=model.number,
@@ -212,7 +217,6 @@ class Training:
             training=wrapper.module.training,
             syncs=syncs,
             sends_buffers=bool(wrapper.require_forward_param_sync) and _sends_buffers(wrapper),
-            accumulates=first is not None and first.grad is not None and bool(first.grad.any()),
             inputs=model.inputs,
         )
         model.forwards += gradients
@@ -283,6 +287,8 @@ class Training:
         gathers = bool(self.gathered)
         self.gathered.clear()
         living = [(m, s, line) for m, s, line in self._forwards if m.wrapper is not None]
+        for model in {model for model, syncs, _ in living if syncs}:
+            model.backwards += 1
         self._observer.emit(
             "backward",
             models=sorted({m.number for m, _, _ in living}) or ([] if self._around else [ALONE]),
@@ -371,6 +377,8 @@ class Training:
             rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
             options=repr([_options(group) for group in optimizer.param_groups]),
             models=models,
+            schedules=self._schedules[0],
+            schedule=self._schedules[1],
             sums=[self._sums.pop(key, None), weighted_sum(optimizer)],
             norm=norm,
             # after steps 0, 1, 2, 4, …
@@ -395,6 +403,7 @@ class Training:
             ],
             "foreign": sum(i not in of_model for i in own),
             "hooked": model.hooked,
+            "reduced": model.backwards,
         }
 
     # -- the program's own collectives, clipping and saving ----------------------------------
@@ -410,14 +419,14 @@ class Training:
                     self._observer.look(self._summed, *args, **kwargs)
                 result = original(*args, **kwargs)
                 if name in _GATHERING and not own:
-                    self._observer.look(self._gathered, *args)
+                    self._observer.look(self._gathered, *args, *kwargs.values())
                 return result
 
             return called
 
         return make
 
-    def _gathered(self, outputs: Any, own: Any, *_: Any) -> None:
+    def _gathered(self, outputs: Any, own: Any = None, *_: Any) -> None:
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         needed = isinstance(own, Tensor) and own.requires_grad
         if needed and not any(t.requires_grad for t in outputs):
@@ -438,33 +447,43 @@ class Training:
 
     def _make_clip(self, name: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
-            def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
-                given = [given] if isinstance(given, Tensor) else list(given)
-                limit = args[0] if args else next(iter(kwargs.values()), None)
-                before = self._observer.look(_state_of_gradients, name, given)
-                result = original(given, *args, **kwargs)
-                if before is not None:
-                    self._observer.look(self._clipped, name, given, limit, before, result)
+            signature = inspect.signature(original)
+
+            def clip(*args: Any, **kwargs: Any) -> Any:
+                bound = signature.bind(*args, **kwargs)
+                first, *others = bound.arguments
+                if not isinstance(bound.arguments[first], Tensor):
+                    bound.arguments[first] = list(bound.arguments[first])  # it may be a generator
+                limit = bound.arguments[others[0]] if others else math.inf
+                write = self._observer.look(self._clipping, name, bound.arguments[first], limit)
+                result = original(*bound.args, **bound.kwargs)
+                if write is not None:
+                    self._observer.look(write, result)
                 return result
 
             return clip
 
         return make
 
-    def _clipped(
-        self, name: str, given: list[Tensor], limit: Any, state: tuple[float, int], result: Any
-    ) -> None:
-        largest, code = state
+    def _clipping(self, name: str, given: Any, limit: Any) -> Callable[[Any], None]:
+        """Look at gradients before they are clipped; return a function that writes it."""
+        is_norm, by_value = name == "get_total_norm", name == "clip_grad_value_"
+        given = [given] if isinstance(given, Tensor) else given
+        gradients = given if is_norm else [p.grad for p in given if p.grad is not None]
+        largest = max((float(g.abs().max()) for g in gradients if by_value), default=0.0)
         sharded = any(getattr(o, "_reduce_scatter", False) for o in self.optimizers)
-        self._observer.emit(
-            "clip",
-            function=name,
-            before=float(result) if name == "clip_grad_norm_" else largest,
-            limit=math.inf if name == "get_total_norm" else float(limit),
-            digest=code,
-            of=[k for o, k in self.optimizers.items() if {*map(id, given)} & _ids(o)],
-            none=sharded and not code,
-        )
+        seen: dict[str, Any] = {
+            "digest": _crc([digest(grad) for grad in gradients]),
+            "none": sharded and not gradients,
+            "of": [k for o, k in self.optimizers.items() if {*map(id, given)} & _ids(o)],
+            "limit": math.inf if is_norm else float(limit),
+        }
+
+        def write(result: Any) -> None:
+            before = largest if by_value else float(result)
+            self._observer.emit("clip", function=name, before=before, **seen)
+
+        return write
 
 
 def _crc(value: Any) -> int:
@@ -489,16 +508,6 @@ def _gradients(optimizer: Any) -> list[Tensor]:
 
 def _total_norm(gradients: Sequence[Tensor]) -> float:
     return math.hypot(*(float(grad.norm()) for grad in gradients))
-
-
-def _state_of_gradients(name: str, given: list[Tensor]) -> tuple[float, int]:
-    """Return the largest gradient, and a digest of all; 0 if there are none."""
-    found = [t if name == "get_total_norm" else t.grad for t in given]
-    gradients = [grad for grad in found if grad is not None]
-    largest = 0.0
-    if name == "clip_grad_value_":
-        largest = max((float(grad.abs().max()) for grad in gradients), default=0.0)
-    return largest, _crc([digest(grad) for grad in gradients]) if gradients else 0
 
 
 def weighted_sum(optimizer: Any) -> float:
