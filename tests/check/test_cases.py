@@ -45,6 +45,11 @@ def _run(file: str) -> None:
     runpy.run_path(file)
 
 
+# a few run each time
+SOME = ["local-method", "local-forward_in_no_sync", "scale-helper", "hand-sum", "state-codebook"]
+
+
+@pytest.mark.narrow({"name": SOME})
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
     checks, text = CASES[name]
@@ -55,6 +60,7 @@ def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert all(f.line in places for f in findings), (places, findings)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found_after_repair(name: str, tmp_path: Path) -> None:
     checks, text = CASES[name]

@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+mistakes = sys.argv[1:]
+if "nothing" in mistakes:
+    sys.exit()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-mistakes = sys.argv[1:]
 torch.manual_seed(0 if "seed" in mistakes else rank)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 model = DistributedDataParallel(net)
@@ -110,7 +112,6 @@ def test_every_check_is_documented():
     assert [c.name for c in CHECKS if f"**{c.name}**" not in page] == []
     assert len({c.name for c in CHECKS}) == len(CHECKS)
     for check in CHECKS:
-        assert check.__doc__
         assert check.finds
         assert check.evidence
         assert check.remedy
@@ -124,6 +125,7 @@ def test_a_finding_is_reported_as_json(program):
     assert [f["check"] for f in told["findings"]] == ["same-batches"]
     assert told["findings"][0]["ranks"] == [0, 1]
     assert told["notes"][0] == f"{len(CHOSEN)} checks of 2 ranks, 4 steps"
+    assert [told[k] for k in ("steps", "ranks", "failed", "stalled")] == [4, 2, {}, False]
 
 
 @pytest.mark.wide
@@ -155,6 +157,47 @@ def test_a_program_that_fails(program):
     ended = run(str(program), "fail")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "rank 1 failed with exit code 1: KeyError('here')" in ended.stdout
+
+
+@pytest.mark.wide
+def test_a_program_without_steps_was_not_checked(program):
+    ended = run(str(program), "nothing")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "nothing was checked: no rank stepped an optimizer" in ended.stdout
+
+
+SPAWNED = """
+import torch.multiprocessing as mp, torch, torch.distributed as dist, os
+def main(rank, scale):
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4) + rank).square().mean()
+        (loss / world if scale else loss).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    mp.spawn(main, (True,), int(os.environ["WORLD_SIZE"]) if NPROCS is None else NPROCS)
+"""
+
+
+@pytest.mark.wide
+def test_spawned_processes_are_this_command_s_ranks(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SPAWNED.replace("NPROCS", "None"))
+    ended = run(str(file))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    place = 1 + SPAWNED.splitlines().index("        (loss / world if scale else loss).backward()")
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "SCALED-BY-WORLD-SIZE"
+    assert f"{file}:{place}" in lines
+    assert "factor 0.5 with 2 ranks, 0.333 with 3" in " ".join(lines)
+    file.write_text(SPAWNED.replace("NPROCS", "3"))
+    ended = run(str(file))
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "the program spawns 3 processes: pass --nproc-per-node 3" in ended.stdout
 
 
 @pytest.mark.wide

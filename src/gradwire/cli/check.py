@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -108,15 +109,16 @@ def check(
         }
         click.echo(json.dumps(report, indent=2))
     else:
+        width = shutil.get_terminal_size().columns
         for finding in findings:
             ranks = ", ".join(map(str, finding.ranks))
             places = [f"ranks {ranks}", f"after {finding.step} steps", finding.tensor]
             click.secho(finding.check.upper(), fg="red", bold=True)
-            click.echo(f"{finding.finds}: {finding.summary}")
+            click.echo(click.wrap_text(f"{finding.finds}: {finding.summary}", width))
             if finding.line:
                 click.secho(finding.line, fg="cyan")  # alone, so that terminals open it
             click.secho("; ".join(filter(None, places)), fg="cyan")
-            click.echo(f"Remedy: {finding.remedy}\n")
+            click.echo(click.wrap_text(f"Remedy: {finding.remedy}", width) + "\n")
         for note in notes:
             click.secho(note, dim=True)
     sys.exit(_FOUND if findings else 0 if checked else _UNCHECKED)
