@@ -137,7 +137,6 @@ class DataProbe:
             "batch",
             loader=epoch.loader,
             epoch=epoch.number,
-            number=epoch.batches,
             index=[int(i) for i in index[:_MOST_SAMPLES]] if whole else None,
             samples=samples[:_MOST_SAMPLES],
             order=zlib.crc32(repr(index if whole else samples).encode()),

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,8 +93,8 @@ def check(
 
     outcome = run_checked(["-m"] * module + list(program), nproc_per_node, steps, timeout)
     findings = conclude(outcome.run, checks)
-    notes = _notes(outcome, len(checks))
     steps = min((len(outcome.run.of("stepped", rank)) for rank in outcome.run.ranks), default=0)
+    notes = _notes(outcome, len(checks), steps)
     compared = steps and (outcome.run.replicas() or outcome.run.alone())
     checked = compared and not outcome.failed and not outcome.stalled
     if as_json:
@@ -124,22 +123,20 @@ def check(
     sys.exit(_FOUND if findings else 0 if checked else _UNCHECKED)
 
 
-def _notes(outcome: Outcome, checks: int) -> list[str]:
+def _notes(outcome: Outcome, checks: int, steps: int) -> list[str]:
     """Return what was checked, and what could not be."""
     run = outcome.run
-    steps = [len(run.of("stepped", rank)) for rank in run.ranks]
-    notes = [f"{checks} checks of {len(run.ranks)} ranks, {min(steps, default=0)} steps"]
-    # the first error is likely the cause of the others
-    errors = {
-        rank: (run.of("error", rank) or [{"time": inf, "error": ""}])[0] for rank in run.ranks
-    }
-    for rank in sorted(outcome.failed, key=lambda rank: float(errors[rank]["time"])):
-        text = f"rank {rank} failed with exit code {outcome.failed[rank]}: {errors[rank]['error']}"
-        notes.append(text.removesuffix(": "))
+    notes = [f"{checks} checks of {len(run.ranks)} ranks, {steps} steps"]
+    errors = [(e["time"], rank, e["error"]) for rank in run.ranks for e in run.of("error", rank)]
+    notes += [
+        f"rank {rank} failed: {error}" for _, rank, error in sorted(errors)
+    ]  # the cause first
+    silent = outcome.failed.keys() - {rank for _, rank, _ in errors}
+    notes += [f"rank {r} failed with exit code {outcome.failed[r]}" for r in sorted(silent)]
     if outcome.stalled:
         notes.append("the ranks made no progress and were ended; see gradwire run --recorder")
-    if not any(steps):
-        notes.append("nothing was checked: no rank stepped an optimizer")
+    if not steps:
+        notes.append("nothing was checked: not every rank stepped an optimizer")
     elif not run.replicas():
         seen = "only optimizers' parameters were compared" if run.alone() else "nothing was checked"
         notes.append(f"{seen}: no DistributedDataParallel was called on several ranks")
