@@ -25,6 +25,7 @@ def test_import_torch_registers_shm_without_importing_gradwire(run):
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "[]", "")
 
 
+@pytest.mark.wide  # README's program does so under `gradwire run`
 def test_unmodified_script_runs_on_shm(run):
     ended = run(SHM_GROUP, ranks=2)
     assert ended.returncode == 0, ended.stderr

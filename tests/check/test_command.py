@@ -118,6 +118,7 @@ def test_every_check_is_documented():
         assert {*check.explains} <= {c.name for c in CHECKS}
 
 
+@pytest.mark.wide  # tests/portability has one each time
 def test_a_finding_is_reported_as_json(program):
     ended = run("--json", "--steps", "4", str(program), "seed")
     assert ended.returncode == 1, ended.stderr

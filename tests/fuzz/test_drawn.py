@@ -59,6 +59,7 @@ def test_many(kind: str, backend: str) -> None:
     check(kind, backend, MANY[kind] * more, derandomize=False)
 
 
+@pytest.mark.wide  # of the fuzzer, not of gradwire
 def test_a_case_that_fails_is_made_small() -> None:
     """Down to the one operation that makes it fail."""
     kind, found = KINDS["collectives"], []

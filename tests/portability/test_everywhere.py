@@ -7,6 +7,7 @@ with what those lack hidden.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -209,9 +210,12 @@ def test_errors_reach_all_ranks() -> None:
 
 
 def test_check_finds_a_mistake(program: str) -> None:
-    found = command("check", program)
-    assert found.stdout.startswith("MEAN-OF-MEANS"), found
-    assert found.returncode == 1
+    ended = command("check", "--json", program)
+    assert ended.returncode == 1, ended
+    told = json.loads(ended.stdout)
+    assert [finding["check"] for finding in told["findings"]] == ["mean-of-means"]
+    assert told["findings"][0]["ranks"] == [0, 1]
+    assert told["notes"][0].endswith("checks of 2 ranks, 4 steps")
 
 
 @pytest.mark.wide
