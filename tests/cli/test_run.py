@@ -76,6 +76,11 @@ def test_options_of_torchrun_gradwire_and_program():
     assert options.training_script_args == ["--backend", "gloo", "--compat"]
 
 
+def test_arguments_after_two_dashes_reach_the_program():
+    line = "--nproc-per-node 2 train.py --elastic -- --nnodes 3 -- x"
+    assert parse_options(line.split()).training_script_args == line.split()[3:]
+
+
 def test_help_lists_options_and_examples(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gradwire", "run"])
     result = CliRunner().invoke(app, ["run", "--help"])
@@ -101,6 +106,7 @@ def test_missing_autoload_is_reported(monkeypatch):
         (["--nproc-per-node", "x", __file__], "--nproc-per-node is 'x': Unsupported"),
         (["--nproc-per-node", "2"], "PROGRAM is missing: pass a Python file, or -m and a module"),
         ([], "PROGRAM is missing: pass a Python file, or -m and a module"),
+        (["--nproc-per-node", "2", "--elastic", __file__], "`gradwire run --elastic ...`"),
         (["--max-restarts", "x", __file__], "argument --max-restarts/--max_restarts: invalid int"),
     ],
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from benchmarks.hosts import Hosts, why_no_hosts
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -132,6 +133,26 @@ def test_pages_show_what_the_commands_print(name: str) -> None:
         number = re.compile(r"number \d+")
         told = number.sub("", make.short(page, name, made))
         assert number.sub("", pages[page][name]) == told, page.name
+
+
+UPSTREAM = ROOT / "docs" / "upstream"
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("script", sorted(UPSTREAM.glob("*.py")), ids=lambda path: path.stem)
+def test_faults_of_pytorch_are_seen(script: Path) -> None:
+    """A script whose fault is gone leaves the page, or says with which versions it is seen."""
+    assert f"`{script.name}`" in (UPSTREAM / "README.md").read_text(encoding="utf-8")
+    if script.stem == "powersgd_buckets" and Version(torch.__version__).release < (2, 15):
+        pytest.skip("seen with 2.15")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "seen " in ended.stdout, ended.stderr
+    assert ended.returncode == 0, ended.stdout
 
 
 # -- howto ----------------------------------------------------------------------------------------

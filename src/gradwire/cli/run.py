@@ -145,7 +145,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compat", action="store_true")
     parser.add_argument("--recorder", metavar="DIRECTORY")
     parser.add_argument("--timeline", metavar="FILE")
-    return parser.parse_args(list(arguments))
+    parser.add_argument(_ELASTIC, action="store_true")
+    options = parser.parse_args(list(arguments))
+    if options.elastic:
+        _refuse(f"{_ELASTIC} is not the first option: write `gradwire run {_ELASTIC} ...`")
+    return options
 
 
 def _refuse(message: str) -> NoReturn:
