@@ -84,7 +84,7 @@ def plain(mistake: str, kind: str = "torch") -> list[Any]:
         torch.manual_seed(5)
     net = Net(
         dropout=0.2 * (mistake == "random-state"),
-        norm=mistake in ("batch-norm", "evaluation-on-one-rank"),
+        norm=mistake == "batch-norm",
         extra=mistake == "no-optimizer",
     )
     if mistake == "changed-after-wrapping":

@@ -41,13 +41,6 @@ for step, x in enumerate(batches):
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
-    if "evaluation" in mistakes and step == 2:
-        if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(x)  # evaluation
-            model.train()
-        dist.barrier()
 if "fail" in mistakes and rank == 1:
     raise KeyError("here")
 print(f"printed {len(sys.argv)}\\n", end="", flush=True)
@@ -143,7 +136,6 @@ def test_nothing_is_found_in_a_correct_program(program):
     ("mistake", "check", "at"),
     [
         ("uneven", "uneven-batches", "uneven"),
-        ("evaluation", "evaluation-on-one-rank", "evaluation"),
     ],
 )
 def test_a_program_that_ends_because_of_its_mistake(program, mistake, check, at):

@@ -257,10 +257,8 @@ def _uneven_batches(run: Run, model: Replicas) -> Iterator[Finding]:
             same = other.begin["made"] == epoch.begin["made"]
             if same and len(other.batches) > epoch.exhausted:
                 least = "" if other.exhausted else "at least "
-                text = (
-                    f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} has "
-                    f"{least}{len(other.batches)}"
-                )
+                text = f"rank {a} has {epoch.exhausted} batches in epoch {key[1]}, rank {b} "
+                text += f"has {least}{len(other.batches)}"
                 yield seen(text, other.begin, (a, b), other.begin["made"])
                 return
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import isclose, sqrt
 from typing import Any
 
+from gradwire.check.observer import ALONE
 from gradwire.check.records import (
     Event,
     Finding,
@@ -73,23 +74,21 @@ def _local_gradients(run: Run) -> Iterator[Finding]:
 
     Reduce the gradients of each step.
     """
-    for model in run.replicas():
+    for model in [*run.replicas(), *run.alone()]:
         events, name = _first_local_step(run, model)
         if events:
             cause, at, line = _cause(run, model, events, name)
             if cause:
                 text, remedy = _CAUSES[cause]
                 yield seen(text, at, model.ranks, line, name, remedy)
-    wrapped = all(run.of("model", rank) for rank in run.ranks)
-    for model in run.alone() if wrapped and not run.replicas() else ():
-        events, name = _first_local_step(run, model)
-        if events and not differing(next(run.steps("step", model), events), "parameters"):
-            text, remedy = _CAUSES["unused"]
-            yield seen(text, events[0], model.ranks, "", name, remedy)
 
 
 def _cause(run: Run, model: Replicas, events: Sequence[Event], name: str) -> tuple[str, Event, str]:
     """Return the cause of local gradients, an event that shows it, and its line; "" if unknown."""
+    if model.number == ALONE:
+        first = next(run.steps("step", model), events)
+        wrapped = all(run.of("model", rank) for rank in run.ranks) and not run.replicas()
+        return "unused" if wrapped and not differing(first, "parameters") else "", events[0], ""
     if name in events[0]["late"]:
         return "late", events[0], model.line
     last = None
@@ -160,10 +159,8 @@ def _mean_of_means(run: Run, model: Replicas) -> Iterator[Finding]:
     differing = [(r, counts) for r in reductions if (counts := _counts(r))]
     if len(differing) >= max(_FEWEST, 0.25 * len(reductions)):
         backwards, counts = differing[0]
-        text = (
-            f"in {len(differing)} of {len(reductions)} steps; in the first of them the ranks "
-            f"divide by {counts}"
-        )
+        steps = f"in {len(differing)} of {len(reductions)} steps"
+        text = f"{steps}; in the first of them the ranks divide by {counts}"
         yield seen(text, backwards[0][-1], model.ranks)
 
 

@@ -240,15 +240,10 @@ class Run:
 
 
 def seen(
-    summary: str,
-    at: Event,
-    ranks: Iterable[int],
-    line: str = "",
-    tensor: str = "",
-    remedy: str = "",
+    text: str, at: Event, ranks: Iterable[int], line: str = "", tensor: str = "", remedy: str = ""
 ) -> Finding:
     """Return a finding at an event, without what its check adds."""
-    return Finding("", "", summary, remedy, tuple(ranks), line or at["line"], tensor, at["step"])
+    return Finding("", "", text, remedy, tuple(ranks), line or at["line"], tensor, at["step"])
 
 
 @dataclass(frozen=True)
@@ -326,6 +321,7 @@ def conclude(run: Run, checks: Sequence[Check]) -> list[Finding]:
     return [f for check in checks if check.name not in explained for f in found[check.name]]
 
 
+_Process = subprocess.Popen[bytes]
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0
 """Time for the other ranks to end after one has failed."""
@@ -362,9 +358,7 @@ def run_ranks(
 
 
 @contextmanager
-def _started(
-    command: Sequence[str], ranks: int, output: int
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(command: Sequence[str], ranks: int, output: int) -> Iterator[list[_Process]]:
     """Start the ranks with torchrun's environment variables; none is left at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -380,7 +374,7 @@ def _started(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GRADWIRE_LAUNCHER": str(os.getpid()),
     }
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[_Process] = []
     try:
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
@@ -395,9 +389,7 @@ def _started(
             process.wait()
 
 
-def _wait(
-    processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float, end: float
-) -> bool:
+def _wait(processes: list[_Process], folder: Path, timeout: float, end: float) -> bool:
     """Wait for the last observed step or the end; return True if nothing happened for too long."""
     failed_at = None
     while True:

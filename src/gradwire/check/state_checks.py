@@ -221,36 +221,3 @@ def _batch_norm(run: Run, model: Replicas) -> Iterator[Finding]:
         at = calls[0][0]
         names = sorted({e["name"] for c in calls for e in c})
         yield seen(f"{at['samples']} samples per rank", at, model.ranks, tensor=shown(names))
-
-
-@check()
-def _evaluation_on_one_rank(run: Run, model: Replicas) -> Iterator[Finding]:
-    """Some ranks evaluate through the wrapper, whose forward broadcasts buffers.
-
-    A rank calls a wrapper that broadcasts buffers without gradients, while another goes on
-    without such a call.
-
-    Evaluate model.module on that rank, or on all ranks; with gradwire,
-    sync_buffers_in_eval=False.
-    """
-    evaluations: dict[int, dict[int, Event]] = {rank: {} for rank in model.ranks}
-    for rank, found in evaluations.items():
-        for event in run.of("forward", rank):
-            if event["model"] == model.number and not event["gradients"]:
-                found.setdefault(event["step"], event)
-    for a in model.ranks:
-        for step, event in evaluations[a].items():
-            if not event["sends_buffers"]:
-                continue
-            others = [b for b in model.ranks if step not in evaluations[b]]
-            if without := [b for b in others if _goes_on(run, b, step)]:
-                text = f"rank {a} evaluates after step {step}, ranks {without} do not"
-                yield seen(text, event, (a,))
-                return
-
-
-def _goes_on(run: Run, rank: int, step: int) -> bool:
-    """Return True if a rank trained, waited at a barrier or ended after its step."""
-    events = [event for event in run.events[rank] if event["step"] == step]
-    trains = any(event["kind"] == "forward" and event["gradients"] for event in events)
-    return trains or any(event["kind"] in ("barrier", "end") for event in events)

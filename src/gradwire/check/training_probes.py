@@ -110,11 +110,8 @@ class Training:
             observer.around(wrapper, "__init__", after=self._wrapped)
             observer.patch(wrapper, "forward", self._make_forward)
         observer.around(DistributedDataParallel, "refit", after=self._write_model)
-        for owner, name, kind in (
-            (Reducer, "weight", "weight"),
-            (Join, "__enter__", "join"),
-        ):
-            observer.around(owner, name, before=lambda *_, k=kind, **__: observer.emit(k))
+        observer.around(Reducer, "weight", before=lambda *_: observer.emit("weight"))
+        observer.around(Join, "__enter__", before=lambda *_: observer.emit("join"))
         observer.patch(torch.autograd, "backward", self._make_backward)
         observer.around(
             Optimizer, "__init__", after=lambda _, own, *a, **k: self.optimizers.setdefault(own, "")
@@ -128,7 +125,7 @@ class Training:
         for scheduler in {c for c in vars(lr_scheduler).values() if isinstance(c, type)}:
             if issubclass(scheduler, lr_scheduler.LRScheduler) and "step" in vars(scheduler):
                 observer.around(scheduler, "step", after=self._scheduled)
-        for name in ("all_reduce", "barrier", *_GATHERING):
+        for name in ("all_reduce", *_GATHERING):
             if hasattr(dist, name):
                 observer.patch((dist, c10d), name, self._make_collective(name))
         for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
@@ -216,7 +213,6 @@ class Training:
             gradients=gradients,
             training=wrapper.module.training,
             syncs=syncs,
-            sends_buffers=bool(wrapper.require_forward_param_sync) and _sends_buffers(wrapper),
             inputs=model.inputs,
         )
         model.forwards += gradients
@@ -413,9 +409,7 @@ class Training:
             def called(*args: Any, **kwargs: Any) -> Any:
                 # those of a wrapper, or of gradwire, are not observed
                 own = self.inside or self.in_backward or torch.compiler.is_compiling()
-                if name == "barrier" and not own:
-                    self._observer.look(self._observer.emit, "barrier")
-                elif name == "all_reduce" and not own:
+                if name == "all_reduce" and not own:
                     self._observer.look(self._summed, *args, **kwargs)
                 result = original(*args, **kwargs)
                 if name in _GATHERING and not own:
@@ -434,9 +428,8 @@ class Training:
 
     def _summed(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that a sum is taken of a norm of gradients."""
-        if not isinstance(tensor, Tensor) or tensor.numel() != 1 or op != dist.ReduceOp.SUM:
-            return
-        if not tensor.is_floating_point() or self._observer.step > _NORM_STEPS:
+        scalar = isinstance(tensor, Tensor) and tensor.numel() == 1 and tensor.is_floating_point()
+        if not scalar or op != dist.ReduceOp.SUM or self._observer.step > _NORM_STEPS:
             return
         for optimizer in self.optimizers:
             gradients = _gradients(optimizer)
@@ -533,15 +526,6 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     kept = (bool, int, float, str, tuple, type(None))
     skipped = ("params", "lr", "param_names", "initial_lr")
     return {k: v for k, v in group.items() if k not in skipped and isinstance(v, kept)}
-
-
-def _sends_buffers(wrapper: Any) -> bool:
-    """Return True if a forward without gradients may broadcast buffers."""
-    if not any(True for _ in wrapper.module.buffers()):
-        return False
-    later = getattr(wrapper, "forward_sync_buffers", False)
-    syncs = getattr(wrapper, "broadcast_buffers", True) or later
-    return bool(syncs) and bool(getattr(wrapper, "sync_buffers_in_eval", True))
 
 
 _THROUGH = (

@@ -98,14 +98,9 @@ def check(
     compared = steps and (outcome.run.replicas() or outcome.run.alone())
     checked = compared and not outcome.failed and not outcome.stalled
     if as_json:
-        report = {
-            "findings": list(map(asdict, findings)),
-            "steps": steps,
-            "ranks": nproc_per_node,
-            "failed": outcome.failed,
-            "stalled": outcome.stalled,
-            "notes": notes,
-        }
+        report: dict[str, object] = {"findings": list(map(asdict, findings)), "notes": notes}
+        report |= {"steps": steps, "ranks": nproc_per_node}
+        report |= {"failed": outcome.failed, "stalled": outcome.stalled}
         click.echo(json.dumps(report, indent=2))
     else:
         width = shutil.get_terminal_size().columns
