@@ -13,9 +13,11 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_ranks import ForkedRank, end_servers
 
 from gradwire.testing import run_ranks
 from gradwire.testing.worker import close_pool
@@ -109,8 +111,13 @@ def _is_one_of(item: pytest.Item, combinations: Collection[Mapping[str, object]]
 @pytest.fixture(scope="session", autouse=True)
 def _rank_processes() -> Iterator[None]:
     """The processes that `run_ranks` keeps end with the session, not after it."""
-    yield
-    close_pool()
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux" and "SEEN_SYSTEM" not in os.environ:
+            start = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})
+            patch.setattr("gradwire.testing.worker.subprocess", start)
+        yield
+        close_pool()
+        end_servers()
 
 
 @pytest.fixture(params=["gloo", "shm"])
