@@ -89,8 +89,8 @@ def test_roots_by_global_and_by_group_rank():
 
 
 @on_ranks(2)
-def test_at_most_two_messages_in_flight_and_staging_is_reused():
-    flying, most, buffers = [], [], set()
+def test_at_most_two_messages_in_flight():
+    flying, most = [], []
 
     class Recorder(dist.ProcessGroup):
         """The real group, with a note of what is in flight."""
@@ -100,7 +100,6 @@ def test_at_most_two_messages_in_flight_and_staging_is_reused():
             self.inner = inner
 
         def broadcast(self, tensors, options):
-            buffers.add(tensors[0].untyped_storage().data_ptr())
             flying.append(1)
             most.append(len(flying))
             work = self.inner.broadcast(tensors, options)
@@ -115,12 +114,7 @@ def test_at_most_two_messages_in_flight_and_staging_is_reused():
 
     tensors = [torch.full((100,), float(dist.get_rank())) for _ in range(40)]
     broadcast_coalesced(Recorder(dist.group.WORLD), tensors, 800)
-    assert (max(most), len(most), len(buffers), all((t == 0).all() for t in tensors)) == (
-        2,
-        20,
-        2,
-        True,
-    )
+    assert (max(most), len(most), all((t == 0).all() for t in tensors)) == (2, 20, True)
 
 
 def test_parameters_and_version_counters():

@@ -167,10 +167,13 @@ def _send_as_stream(
 def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[int]]:
     """Return the indices of the tensors in each message: large ones alone, no empty ones."""
     sizes = [t.nbytes for t in tensors]
+    # On the CPU a message has tensors of several dtypes, such as all buffers of batch norm: in this
+    # order each begins at a multiple of its element's size. Accelerators copy lists of one dtype.
     filled = [i for i, size in enumerate(sizes) if size]
+    filled.sort(key=lambda i: tensors[i].dtype.itemsize, reverse=True)
     plan = plan_buckets(
         [sizes[i] for i in filled],
-        [tensors[i].dtype for i in filled],
+        [torch.uint8 if tensors[i].is_cpu else tensors[i].dtype for i in filled],
         [tensors[i].device for i in filled],
         [min(buffer_size, MESSAGE_BYTES)],
         alone=[size >= IN_PLACE_BYTES for size in sizes],
@@ -185,7 +188,6 @@ class _Message:
 
     work: Work
     wire: Tensor
-    staging: Tensor | None
     arrived: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
@@ -199,7 +201,6 @@ class _Wire:
         self._is_root = group.rank() == root
         self._options = broadcast_options(root)
         self._in_flight: deque[_Message] = deque()
-        self._spare: list[Tensor] = []
 
     def send_large(self, tensor: Tensor) -> None:
         """Send one tensor in pieces, in place if it is contiguous."""
@@ -219,29 +220,31 @@ class _Wire:
                 message.arrived, message.targets = [flat.view(tensor.shape)], [tensor]
 
     def send_packed(self, tensors: list[Tensor]) -> None:
-        """Send several tensors of one dtype and device through a staging buffer."""
+        """Send several tensors of one device through a staging buffer."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_one()
-        staging, flat = self._staging(tensors)
+        dtypes = {t.dtype for t in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         if self._is_root:
-            torch.cat([t.flatten() for t in tensors], out=flat)
-        message = self._send(flat.view(torch.uint8), staging)
-        if not self._is_root:  # overlaps with the transfer
-            pieces = flat.split([t.numel() for t in tensors])
-            message.arrived = [
-                piece if t.dim() == 1 else piece.view(t.shape)
-                for piece, t in zip(pieces, tensors, strict=True)
-            ]
-            message.targets = tensors
+            flats = [t if t.dtype is dtype else _bytes(t) for t in tensors]
+            self._send(torch.cat([t.flatten() for t in flats]).view(torch.uint8))
+            return
+        counts = [t.nbytes // dtype.itemsize for t in tensors]
+        flat = torch.empty(sum(counts), dtype=dtype, device=tensors[0].device)
+        message = self._send(flat.view(torch.uint8))
+        pieces = zip(flat.split(counts), tensors, strict=True)  # overlaps with the transfer
+        typed = [(p if t.dtype is dtype else p.view(t.dtype), t) for p, t in pieces]
+        message.arrived = [p if t.dim() == 1 else p.view(t.shape) for p, t in typed]
+        message.targets = tensors
 
     def drain(self) -> None:
         while self._in_flight:
             self._finish_one()
 
-    def _send(self, wire: Tensor, staging: Tensor | None = None) -> _Message:
+    def _send(self, wire: Tensor) -> _Message:
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_one()
-        message = _Message(self._group.broadcast([wire], self._options), wire, staging)
+        message = _Message(self._group.broadcast([wire], self._options), wire)
         self._in_flight.append(message)
         return message
 
@@ -255,19 +258,6 @@ class _Wire:
                 target.copy_(arrived)  # _foreach_copy_ rejects lazy conjugates
         elif message.targets:
             torch._foreach_copy_(message.targets, message.arrived)
-        if message.staging is not None:
-            self._spare.append(message.staging)
-
-    def _staging(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return a staging buffer, a spare one if it is large enough, and its typed front."""
-        device, size = tensors[0].device, sum(t.nbytes for t in tensors)
-        staging = next((s for s in self._spare if s.device == device and len(s) >= size), None)
-        if staging is None:
-            self._spare = [s for s in self._spare if s.device != device]
-            staging = torch.empty(size, dtype=torch.uint8, device=device)
-        else:
-            self._spare.remove(staging)
-        return staging, staging[:size].view(tensors[0].dtype)
 
 
 def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:

@@ -89,6 +89,7 @@ class SparseSum:
         self._room = 0
         self._first: _Message | None = None
         self._rest: _Message | None = None
+        self.wire: list[list[Tensor]] = []  # outputs and input of the last all_gather
 
     def pack(self, tensor: Tensor) -> None:
         """Fill the first message."""
@@ -103,7 +104,7 @@ class SparseSum:
     def send(self) -> Work:
         """Send the number of entries, and as many of them as there is room for."""
         assert self._first is not None
-        return self._first.gather(self._group)
+        return self._gather(self._first)
 
     def send_rest(self) -> Work | None:
         """Send the remaining entries after `send` has ended; return None if no rank has any."""
@@ -116,7 +117,12 @@ class SparseSum:
             return None
         rest = self._rest = _Message(self._own, self._group.size(), most - room, begin=room)
         rest.fill(self._own)
-        return rest.gather(self._group)
+        return self._gather(rest)
+
+    def _gather(self, message: _Message) -> Work:
+        self.wire = [[*message.rows[1:]], [message.rows[0]]]
+        work: Work = self._group.allgather([self.wire[0]], self.wire[1])
+        return work
 
     def result(self) -> Tensor:
         """Return the coalesced sum. Call this when the work of `send_rest`, if any, has ended."""
@@ -154,7 +160,7 @@ class _Message:
         size = start + of_values * room
         # the first row is sent, the others are received
         shape = 1 + ranks, _aligned(size)
-        self._rows = rows = torch.zeros(shape, dtype=torch.uint8, device=like.device)
+        self.rows = rows = torch.zeros(shape, dtype=torch.uint8, device=like.device)
         self._counts = rows[:, :_COUNT_BYTES].view(torch.int64)
         indices, values = rows[:, _COUNT_BYTES:end], rows[:, start:size]
         self._indices = indices.view(torch.int64).view(1 + ranks, room, like.sparse_dim())
@@ -167,13 +173,6 @@ class _Message:
         indices, values = own.indices().t()[sent], own.values()[sent]
         self._indices[0, : len(indices)] = indices
         self._values[0, : len(values)] = values
-
-    def gather(self, group: ProcessGroup) -> Work:
-        """Start to gather the ranks' messages."""
-        own, *received = self._rows
-        work = dist.all_gather(received, own, group=group, async_op=True)
-        assert isinstance(work, Work)
-        return work
 
     @property
     def counts(self) -> list[int]:

@@ -69,6 +69,11 @@ def all_reduce_entry(tensor: Tensor) -> Entry:
     return ["allreduce_", 0, 0, [[describe(tensor)]]]
 
 
+def all_gather_entry(lists: Sequence[Sequence[Tensor]]) -> Entry:
+    """Return the entry for an all_gather, of its outputs and inputs."""
+    return ["allgather_", 0, 0, [[describe(t) for t in tensors] for tensors in lists]]
+
+
 def broadcast_entry(tensor: Tensor, root: int) -> Entry:
     """Return the entry for a broadcast of one tensor."""
     return ["broadcast_", root, 0, [[describe(tensor)]]]

@@ -24,6 +24,7 @@ from gradwire._groups import cpu_capable, message_device
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket, SparseBucket
 from gradwire.ddp.faults.collective_log import (
     Participant,
+    all_gather_entry,
     all_reduce_entry,
     broadcast_entry,
 )
@@ -116,9 +117,8 @@ class Launcher:
         elif isinstance(bucket, SparseBucket):
             total = bucket.total
             total.pack(bucket.flat)
-            with LogMode(self._domain, self._poll):
-                works = [total.send()]
-            self.launched.append(Launched(bucket, sparse=total, works=works))
+            self.launched.append(Launched(bucket, sparse=total, works=[total.send()]))
+            self._domain.log.add(all_gather_entry(total.wire))
         else:
             flat = bucket.flat
             wire = torch.view_as_real(flat) if flat.is_complex() else flat
@@ -163,10 +163,9 @@ class Launcher:
             if total is None or launched.complete:
                 continue
             self._wait(launched)
-            with LogMode(self._domain, self._poll):
-                work = total.send_rest()
-            if work is not None:
+            if (work := total.send_rest()) is not None:
                 launched.works = [*launched.works, work]
+                self._domain.log.add(all_gather_entry(total.wire))
             launched.complete = True
 
     def result(self, launched: Launched) -> Tensor | None:

@@ -237,11 +237,6 @@ class Weights:
         self._exchanged = True
         return self.given
 
-    @property
-    def in_use(self) -> bool:
-        """True if a weight was ever given on this rank."""
-        return bool(self._handles)
-
     def on_forward(self) -> None:
         """Forget a weight that a backward has used, as it does not apply to the next forward."""
         # a forward within a backward belongs to a checkpoint, and has the backward's weight
