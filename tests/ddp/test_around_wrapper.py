@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import grad
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from ddp.common import assert_gradients, in_one_process, on_ranks
@@ -138,6 +138,56 @@ def beside_autograd_grad(net, rank, step):
     loss.backward()
 
 
+def functional(net, rank, step):
+    parameters = dict(net.module.named_parameters())
+    through(partial(functional_call, net.module, parameters), batch(rank, step)).backward()
+
+
+def in_another_way_on_each_rank(net, rank, step):
+    ways = [net.module, net.module.forward, vmap(net.module)]
+    through(ways[(rank + step) % 3], batch(rank, step)).backward()
+
+
+def a_penalty(net, rank, step):
+    x = batch(rank, step).requires_grad_()
+    loss = net.module.loss(x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+def for_some_parameters(net, rank, step):
+    net.module.loss(batch(rank, step)).backward(inputs=[*net.module.body.parameters()])
+
+
+def of_two_losses(net, rank, step):
+    x = batch(rank, step)
+    torch.autograd.backward([net.module.loss(x), net.module.body(x).sum()])
+
+
+def after_a_forward_in_no_sync(net, rank, step):
+    with net.no_sync():
+        loss = net.module.loss(batch(rank, step))
+    loss.backward()
+
+
+def in_evaluation(net, rank, step):
+    net.eval()
+    all_around(net, rank, step)
+    net.train()
+
+
+def in_a_thread(net, rank, step):
+    thread = threading.Thread(target=all_around, args=(net, rank, step))
+    thread.start()
+    thread.join()
+
+
+def frozen_on_one_rank(net, rank, step):
+    net.module.head.requires_grad_(rank != step % 2)
+    all_around(net, rank, step)
+    net.module.head.requires_grad_(True)
+
+
 def after_a_forward_without_a_backward(net, rank, step):
     net(batch(rank, step))
     net.module.loss(batch(rank, step)).backward()
@@ -160,6 +210,15 @@ PROGRAMS = [
     partial(checkpoints, use_reentrant=False),
     beside_a_transform,
     beside_autograd_grad,
+    functional,
+    in_another_way_on_each_rank,
+    a_penalty,
+    for_some_parameters,
+    of_two_losses,
+    after_a_forward_in_no_sync,
+    in_evaluation,
+    in_a_thread,
+    frozen_on_one_rank,
     after_a_forward_without_a_backward,
 ]
 OPTIONS = [
@@ -289,6 +348,21 @@ def test_what_cannot_be_agreed_on():
     net.module.body(batch(dist.get_rank(), 0).bfloat16()).sum().backward()
     assert net.module.head.weight.grad is None
     net = DistributedDataParallel(Net())
+    net.register_comm_hook(None, "bf16")
+    through(net, batch(0, 0)).backward()
+    for _ in range(2):
+        with pytest.raises(NotSupportedError, match=r"with this communication hook"):
+            net.weight(1)
+        with pytest.raises(NotSupportedError, match=r"with this .* again .* rank \d at .*:\d+"):
+            all_around(net, 0, 0)
+        through(net, batch(0, 0)).backward()
+    net.register_comm_hook(None, "bf16")
+    for step, loss in enumerate([net.module.loss, partial(through, net), net.module.loss]):
+        expected = in_one_process(all_around, net.module, step, 2)
+        net.zero_grad()
+        loss(batch(dist.get_rank(), step)).backward()
+        torch.testing.assert_close(net.module.body.weight.grad, expected[1], rtol=0.02, atol=0.02)
+    net = DistributedDataParallel(Net())
     with pytest.raises(NotSupportedError, match=r"in join\(\)"), net.join():
         all_around(net, 0, 0)
 
@@ -338,6 +412,40 @@ def test_one_rank_in_no_sync():
         assert_gradients(net, expected)
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("unequal", ["more", "skipped", "local"])
+@on_ranks(2)
+def test_ranks_with_unequal_numbers_of_backwards(unequal, buffers):
+    """Gradients of two steps meet without an error, which ends when a rank calls the wrapper."""
+    rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=2))
+    module = Net()
+    if buffers:
+        module.register_buffer("code", torch.ones(3))
+    net = DistributedDataParallel(module, process_group=group)
+    other = 5 if unequal == "more" else 2
+    met = in_one_process(
+        lambda n, r, _: n.module.loss(batch(r, 1 if r else other)).backward(), net.module, 1, 2
+    )
+
+    def train():
+        for step in range(3):
+            net.zero_grad()
+            if rank == 0 and step == 1 and unequal == "more":
+                all_around(net, 0, other)
+            elif rank == 0 and step == 1:
+                with net.no_sync():
+                    all_around(net, 0, 1) if unequal == "local" else None
+                continue
+            all_around(net, rank, step)
+            if rank == 1 and step == 1:
+                assert_gradients(net, met)
+        through(net, batch(rank, 3)).backward()
+
+    with pytest.raises(DistributedError if buffers else MismatchError):
+        train()
+    dist.barrier()
+
+
 # -- within a forward -----------------------------------------------------------------------------
 
 
@@ -382,6 +490,45 @@ def test_a_backward_within_forward(ranks, keeps, options, hook, same_as_one_proc
 
     model = partial(InnerLoop, ranks, keeps=keeps)
     same_as_one_process(program, 2, options, hook, model=model)
+
+
+class Adds(nn.Linear):
+    """A forward that adds to its own gradients if told."""
+
+    def forward(self, x, adds):
+        if adds:
+            super().forward(x).sum().backward()
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_weights_and_a_backward_within_forward():
+    """The weight is that of the output's gradients; mixed with others, they would be wrong."""
+    rank, net = dist.get_rank(), DistributedDataParallel(InnerLoop([0, 1], keeps=False))
+    plain = copy.deepcopy(net.module)
+    for step in range(4):
+        for r in range(2):
+            out = plain(batch(r, step), r)
+            ((r + step + 1) * out.square().sum() / 20).backward()
+            if r == rank:
+                with net.no_sync(enabled=step < 3):
+                    net.weight(r + step + 1)
+                    own = net(batch(r, step), r)
+                    torch.testing.assert_close(own, out)
+                    own.square().sum().backward()
+    for p, q in zip(net.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad * 20 / 24)
+    net = DistributedDataParallel(InnerLoop([0, 1], keeps=True))
+    net.weight(2)
+    loss = net(batch(rank, 0), rank).sum()
+    with pytest.raises(NotSupportedError, match="got no weight"):
+        loss.backward()
+    net = DistributedDataParallel(Adds(4, 2))
+    net.weight(2)
+    with net.no_sync():
+        net(batch(rank, 0), False).sum().backward()
+    with pytest.raises(ReductionError, match=r"clear \.grad before a backward within forward"):
+        net(batch(rank, 0), True)
 
 
 # -- threads --------------------------------------------------------------------------------------

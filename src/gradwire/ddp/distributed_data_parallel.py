@@ -240,13 +240,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
         reducer = self.reducer
-        reducer.within = reducer.step  # until `prepare_for_backward` is called within
+        reducer.weights.within = True  # until `prepare_for_backward` is called within
         _running.append(self)
         TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
         try:
             return _call(self.module, inputs, kwargs)
         finally:
-            reducer.within = -1
+            reducer.weights.within = False
             _running.remove(self)  # other threads may have entered later, and still run theirs
             TORCHS_DDP._active_ddp_module = cast(Any, _running[-1] if _running else None)
 

@@ -138,6 +138,12 @@ class FaultDomain:
         return group
 
     @property
+    def _gone(self) -> bool:
+        """True if the group was destroyed: it may still be referenced."""
+        group = self._group()
+        return group is None or (self.channel.has_store and find_store(group) is None)
+
+    @property
     def _no_error_pending(self) -> bool:
         return self._deferred is None and self.broken is None and self._round is None
 
@@ -183,11 +189,7 @@ class FaultDomain:
     def _advance(self, *, joins: bool = True) -> bool:
         """Advance a round of any rank without waiting; return True if there is more to do."""
         # If it does not join, this rank is in a collective, and only states its position.
-        group = self._group()
-        # Without a store, the group was destroyed, but is still referenced.
-        if group is None or find_store(group) is None:
-            return False
-        if not self.channel.connected or self.broken is not None:
+        if self._gone or not self.channel.connected or self.broken is not None:
             return False
         # Non-blocking: a thread polls all groups while it holds the lock of one, so two threads
         # could deadlock. The thread that holds the lock advances this round.
@@ -303,7 +305,7 @@ class FaultDomain:
         # Call `raise_deferred` afterwards.
         if not _WITH_INTERRUPTED and self._round is None:
             return
-        _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d._group() is None])
+        _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d._gone])
         domains = {self, *_WITH_INTERRUPTED}
         for domain in domains & _WITH_INTERRUPTED:
             # a deferred error of another rank has already ended that backward on every rank
@@ -383,7 +385,7 @@ def _live(group: ProcessGroup) -> list[FaultDomain]:
     own = _DOMAINS.get(group)
     if own is not None and len(_DOMAINS) == 1:  # the usual case
         return [own]
-    domains = list(_DOMAINS.values())
+    domains = [d for d in list(_DOMAINS.values()) if d is own or not d._gone]
     return [d for d in domains if d is own or d.broken is None or d._deferred is not None]
 
 

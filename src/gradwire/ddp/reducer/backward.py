@@ -46,7 +46,7 @@ from gradwire.ddp.buckets.ownership import is_zero
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.protocol import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
-from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Forwards, Tally, Usage, Weights
+from gradwire.ddp.reducer.weights import NO_BUCKET, NOT_SENT, Forwards, Tally, Usage, Weights
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 from gradwire.recorder import is_users, record_error, ring
 
@@ -56,10 +56,6 @@ logger = logging.getLogger(__name__)
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
 
-NO_BUCKET = (
-    "call the wrapper, or register_comm_hook(None, 'all_reduce'): there is no bucket of float32 or "
-    "float64, in which ranks agree that all of them go"
-)
 NOT_STATIC = "static_graph=True, and parameters got fewer gradients than in the first backward"
 
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
@@ -119,7 +115,6 @@ class Backward:
         # gradients that came meanwhile: they may belong to either
         self.local_running = 0
         self.local_arrivals: list[int] = []
-        self.within = -1  # `step` when the running forward began: a backward within stays local
         # prepares a backward that no forward of the wrapper announced; False if it stays local
         self.prepare_around: weakref.WeakMethod[Callable[[], bool]] | None = None
         self.where = ""  # the program's line of such a backward while it runs
@@ -336,7 +331,7 @@ class Backward:
     def admit(self, index: int, incoming: tuple[Any, ...]) -> bool:
         """Begin a backward at a parameter's gradient; return False if the gradient stays local."""
         defined = incoming[0] is not None and self.parameters[index].requires_grad
-        reduced = self.within != self.step and not self.local_running
+        reduced = not (self.weights.within or self.local_running)
         if reduced and self.state not in (EXPECTED, SHORT):
             reduced = defined and self._prepare_around()
         if not defined:
@@ -364,7 +359,8 @@ class Backward:
             self.forwards.go_around()
             if self.launcher.last_bucket_votes and self.bucket_set.weights_bucket is None:
                 self.transition(Event.SKIP)
-                self.domain.fail(NotSupportedError(f"{NO_BUCKET}{self.launcher.note}"))
+                why = NO_BUCKET if self.launcher.hook is None else NOT_SENT
+                self.domain.fail(NotSupportedError(f"{why}{self.launcher.note}"))
         return True
 
     @runs_outside_contexts
@@ -826,7 +822,7 @@ class Backward:
         given = self.weights.given is not None
         if (weights_bucket := self.bucket_set.weights_bucket) is None:
             if given:
-                self.domain.fail(NotSupportedError(NO_WEIGHTS_BUCKET))
+                self.domain.fail(NotSupportedError(NO_BUCKET))
             return None
         # on an accelerator, reading the sums blocks the CPU: only ranks with a weight do so there,
         # and they report a mismatch; so do those that went around the wrapper

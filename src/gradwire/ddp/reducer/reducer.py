@@ -28,7 +28,7 @@ from gradwire.ddp.arguments import ReducerOptions, in_attributes, may_hold, remo
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.faults.protocol import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward, on_gradient
-from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, Tally, Usage, accumulation_node
+from gradwire.ddp.reducer.weights import NO_BUCKET, NOT_SENT, Tally, Usage, accumulation_node
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import (
     CommHook,
@@ -243,6 +243,7 @@ class Reducer(Backward):
         self.skip_unused = self.bucket_set.options.skip_unused and not uneven
         self.shadowed = shadowed
         self.step += 1
+        self.weights.within = False
         timer = self.timer
         timer.forward_start, timer.waits = perf_counter_ns(), []
         timer.compute_start = timer.compute_end = timer.comm_start = timer.comm_end = 0
@@ -253,13 +254,9 @@ class Reducer(Backward):
         """See DistributedDataParallel.weight."""
         self.bucket_set.finish_making()
         if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
-            raise NotSupportedError(NO_WEIGHTS_BUCKET)
+            raise NotSupportedError(NO_BUCKET)
         if self.launcher.hook is not None and not self.launcher.sums_numbers:
-            raise NotSupportedError(
-                "weight(n) with a communication hook, and no rank gave one in the hook's first "
-                "backward, from which on nothing is sent for them: call weight(n) from then on, or "
-                "register_comm_hook again, on all ranks"
-            )
+            raise NotSupportedError(NOT_SENT)
         if self.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
         if self.state is BackwardState.SHORT and self.launcher.launched:

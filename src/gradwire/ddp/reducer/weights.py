@@ -36,9 +36,13 @@ from gradwire.errors import (
     ReductionError,
 )
 
-NO_WEIGHTS_BUCKET = (
-    "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
-    "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
+NO_BUCKET = (
+    "there is no bucket of float32 or float64, in which ranks agree on weight(n) and on backwards "
+    "around the wrapper: register_comm_hook(None, 'all_reduce')"
+)
+NOT_SENT = (
+    "with this communication hook, ranks agree on weight(n) and on backwards around the wrapper "
+    "only if there was one in the hook's first backward: register_comm_hook again on all ranks"
 )
 MODULUS = 64
 """Modulus of the counts sent: float32 then adds their squares over 4,096 ranks exactly."""
@@ -205,6 +209,8 @@ class Weights:
         # memory and version of the first gradient show whether gradients were cleared: reading the
         # values of all would cost a pass
         self._sampled, self._sampled_version = 0, (0, 0)
+        # the module's forward runs: a backward within it is this rank's own and has no weight
+        self.within = False
 
     def give(self, weight: float) -> None:
         """Set the weight of the next backward."""
@@ -226,7 +232,7 @@ class Weights:
     def of_backward(self) -> float | None:
         """Return the factor of the running backward's gradients; None if it is not applied."""
         # called where ranks exchange cotangents, which must carry the sender's weight
-        if self.given is None:
+        if self.given is None or self.within:
             return None
         will = torch._C._will_engine_execute_node
         try:
@@ -284,13 +290,16 @@ class Weights:
         self, index: int, incoming: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
         """Return the weighted gradient to accumulate; None to accumulate it unchanged."""
-        weight = self.given
+        if self.within and (index not in self._accumulated or self._is_cleared(index)):
+            return None
+        weight = None if self.within else self.given
         if weight is None:
             if self._accumulated and not self._forget_if_cleared():
                 self.fail(
                     ReductionError(
                         "no weight was given for this backward, while .grad holds weighted "
-                        "gradients of earlier ones: call weight(n) before each backward"
+                        "gradients of earlier ones: call weight(n) before each backward, and "
+                        "clear .grad before a backward within forward"
                     )
                 )
             return None
@@ -334,7 +343,7 @@ class Weights:
     def _on_accumulated(self, index: int, *_: object) -> None:
         """Record the version of the sampled gradient after it was accumulated."""
         gradient = self._parameters[index].grad
-        if index == self._sampled and gradient is not None:
+        if index == self._sampled and gradient is not None and not self.within:
             self._sampled_version = _version(gradient)
 
     def count(self) -> None:
