@@ -20,11 +20,11 @@ SOURCE = Path(gradwire.__file__).parent
 BUDGET = {  # package: (code lines, files)
     "": (982, 14),  # modules at the top level
     "buckets": (108, 2),
-    "check": (1600, 8),
-    "cli": (920, 10),
+    "check": (1655, 8),
+    "cli": (929, 10),
     "collectives": (2494, 10),
     "compat": (850, 6),
-    "ddp": (4797, 22),
+    "ddp": (4799, 22),
     "devices": (1175, 6),
     "elastic": (2700, 11),
     "hooks": (924, 7),
