@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from benchmarks.models import mlp
 from benchmarks.options import Options
 from benchmarks.training import BARE, Case, Training, wrappers
 
-__all__ = ["peak"]
+__all__ = ["peak", "peak_of"]
 
 STEPS = 5
 """Enough for both contenders to have rebuilt their buckets, and to reuse what they keep."""
@@ -40,12 +41,21 @@ def _peak(case: Case, name: str, backend: str) -> float:
     Training(TINY).wrap(contenders[name]).step()
     Training(case).wrap(contenders[BARE]).step()
     training = Training(case)
+
+    def wrap_and_step() -> None:
+        training.wrap(contenders[name])
+        for _ in range(STEPS):
+            training.step()
+
+    return peak_of(wrap_and_step)
+
+
+def peak_of(work: Callable[[], None]) -> float:
+    """Megabytes above the start while the work is done, of the rank with most."""
     _give_back()
     Path("/proc/self/clear_refs").write_text(RESET_PEAK, encoding="ascii")
     start = _status("VmRSS")
-    training.wrap(contenders[name])
-    for _ in range(STEPS):
-        training.step()
+    work()
     above = torch.tensor((_status("VmHWM") - start) / 1e3, dtype=torch.float64)
     dist.all_reduce(above, dist.ReduceOp.MAX)
     return above.item()

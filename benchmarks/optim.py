@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
 from benchmarks.launch import launch
+from benchmarks.memory import peak_of
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
@@ -41,6 +42,8 @@ class Case:
     options: dict[str, Any]
     reduce_scatter: bool
     expected: str
+    # measure memory instead of time
+    memory: bool = False
 
     def model(self) -> nn.Module:
         """Linear layers without biases: Muon takes matrices."""
@@ -75,6 +78,7 @@ class Case:
 ADAMW: tuple[type[torch.optim.Optimizer], dict[str, Any]]
 ADAMW = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
 MUON = torch.optim.Muon, {"lr": 1e-3}
+SGD = torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}
 MODES = (("", False), (", reduce_scatter", True))
 CASES = [
     Case(f"{name}{mode}", layers, width, kind, given, rs, expected)
@@ -85,6 +89,16 @@ CASES = [
     )
     for mode, rs in MODES
 ]
+CASES += [
+    Case(f"{name}{mode}, memory", 6, 2048, kind, given, rs, expected, memory=True)
+    for name, (kind, given), expected in (
+        ("AdamW, 25 million", ADAMW, "state 1 / ranks, peak at most 1"),
+        ("SGD with momentum, 25 million", SGD, "state 1 / ranks"),
+    )
+    for mode, rs in MODES
+]
+STEPS = 4
+"""Steps of a measurement of memory."""
 ROWS = 16
 """Rows of a batch: with few, the optimizer's step is a large part of the whole."""
 
@@ -95,9 +109,12 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     for case in cases:
         say(case.name)
         backend = options.backend
-        arguments = case, options.rounds, backend
-        ms = launch(_time, *arguments, world_size=options.world_size, backend=backend)
-        measures = [Measure.of("step", "ms", ms)]
+        if case.memory:
+            measures = _memory(case, options)
+        else:
+            arguments = case, options.rounds, backend
+            ms = launch(_time, *arguments, world_size=options.world_size, backend=backend)
+            measures = [Measure.of("step", "ms", ms)]
         results.append(CaseResult(case.name, case.expected, options.rounds, measures))
     return results
 
@@ -115,6 +132,36 @@ def _time(case: Case, rounds: int, backend: str) -> dict[str, list[float]]:
     return scaled(alternate(steps, rounds), 1e3)
 
 
+def _memory(case: Case, options: Options) -> list[Measure]:
+    """Return the optimizer's state and the peak, of processes for each contender and round."""
+    states: dict[str, list[float]] = {name: [] for name in (OURS, PLAIN)}
+    peaks: dict[str, list[float]] = {name: [] for name in states}
+    for _ in range(options.rounds):
+        for name in states:
+            ranks, backend = options.world_size, options.backend
+            state, peak = launch(_megabytes, case, name, world_size=ranks, backend=backend)
+            states[name].append(state)
+            peaks[name].append(peak)
+    return [Measure.of("state", "MB", states), Measure.of("peak memory", "MB", peaks)]
+
+
+def _megabytes(case: Case, name: str) -> tuple[float, float]:
+    state: Mapping[Any, Mapping[str, Any]] = {}
+
+    def train(case: Case) -> None:
+        nonlocal state
+        net, optimizer = case.parts(name)
+        batch = torch.randn(ROWS, case.width)
+        for _ in range(STEPS):
+            _step(net, optimizer, batch)
+        own = isinstance(optimizer, ShardedOptimizer)
+        state = optimizer.own_state() if own else optimizer.state  # type: ignore[attr-defined]
+
+    train(replace(case, layers=1, width=8))  # to import and start what every training needs
+    peak = peak_of(partial(train, case))
+    return sum(t.nbytes for each in state.values() for t in each.values()) / 1e6, peak
+
+
 def _step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
     net(batch).square().mean().backward()
     optimizer.step()
@@ -123,7 +170,7 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor)
 
 BENCHMARK = Benchmark(
     "optim",
-    "A training step with the optimizer's, sharded or not",
+    "A training step with the optimizer's, sharded or not, and its memory",
     CASES,
     measure,
     rounds=20,

@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 import os
 import random
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
@@ -34,8 +44,9 @@ KINDS = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
     (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "maximize": True}),
     (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    (torch.optim.RAdam, {"foreach": True}),
     (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
     (torch.optim.Adagrad, {"lr": 0.1}),
     (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
@@ -71,18 +82,17 @@ class Drawn(nn.Module):
         return x.square().mean()
 
 
-def plain_and_sharded(net, kind, options, *, reduce_scatter, **arguments):
+def plain_and_sharded(net, kind, options, *, reduce_scatter, context=nullcontext, **arguments):
     """Two wrappers of equal modules, with the plain optimizer and with the sharded one."""
     twin = copy.deepcopy(net)
     own = DistributedDataParallel(net, **arguments)
     other = DistributedDataParallel(twin, gradient_as_bucket_view=reduce_scatter, **arguments)
     plain = kind([p for p in own.parameters() if p.requires_grad], **copy.deepcopy(options))
-    return (
-        own,
-        plain,
-        other,
-        ShardedOptimizer(other, kind, reduce_scatter=reduce_scatter, **options),
-    )
+    with context():
+        sharded = ShardedOptimizer(
+            other, kind, reduce_scatter=reduce_scatter, **copy.deepcopy(options)
+        )
+    return own, plain, other, sharded
 
 
 def assert_same(net, twin, *, bits=True):
@@ -100,6 +110,13 @@ def assert_equal_on_all_ranks(net):
     assert torch.equal(flat, first)
 
 
+SCHEDULERS = [
+    lambda o: lr_scheduler.ExponentialLR(o, 0.99),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 7),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+]
+
+
 def train_beside_the_plain_optimizer(number, seed, steps, reduce_scatter, backend):
     kind, options = KINDS[number]
     draw = random.Random(seed)
@@ -109,30 +126,44 @@ def train_beside_the_plain_optimizer(number, seed, steps, reduce_scatter, backen
     # the norm of pieces, a sum over ranks in another order, and weights before it round differently
     exact = exact and not (reduce_scatter and (clips or weighted))
     dtype = torch.float32 if exact else torch.float64
+    wrapper = {"find_unused_parameters": unused, "bucket_cap_mb": draw.choice([None, 0, 0.01])}
+    if not unused:
+        wrapper["static_graph"] = draw.random() < 0.3
     net = Drawn(seed, matrices=kind is torch.optim.Muon, unused=unused, dtype=dtype)
     own, plain, other, sharded = plain_and_sharded(
-        net, kind, options, reduce_scatter=reduce_scatter, find_unused_parameters=unused
+        net, kind, options, reduce_scatter=reduce_scatter, **wrapper
     )
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in (plain, sharded)]
+    scheduler = draw.choice(SCHEDULERS)
+    schedulers = [scheduler(o) for o in (plain, sharded)]
+    averages = [AveragedModel(own), AveragedModel(other)]
     samples = torch.Generator().manual_seed(dist.get_rank())
+    differs = draw.random() < 0.5  # which parameters the ranks use
     for step in range(steps):
-        micro_steps = draw.randint(1, 3)
+        micro_steps, skips = draw.randint(1, 3), draw.random() < 0.05
         for micro in range(micro_steps):
             n = draw.randint(1, 9) + dist.get_rank()
             x = torch.randn(n, 5, generator=samples, dtype=dtype)
+            way = step + (dist.get_rank() if differs else 0)
             for model in (own, other):
                 with model.no_sync() if micro < micro_steps - 1 else torch.enable_grad():
                     if weighted:
                         model.weight(n)
-                    model(x, way=step % 2).backward()
+                    loss = model(x, way=way % 2)
+                    if skips and micro == micro_steps - 1:
+                        assert model.skip_if_any(dist.get_rank() == 1)
+                    else:
+                        loss.backward()
         if clips:
             norm = clip_grad_norm_(own.parameters(), 0.1)
-            torch.testing.assert_close(sharded.clip_grad_norm_(0.1), norm)
+            torch.testing.assert_close(sharded.clip_grad_norm_(0.1), norm, check_dtype=False)
         for optimizer, scheduler in zip((plain, sharded), schedulers, strict=True):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        for average, model in zip(averages, (own, other), strict=True):
+            average.update_parameters(model)
     assert_same(own, other, bits=exact)
+    assert_same(*averages, bits=exact)
     assert_equal_on_all_ranks(other)
     sharded.consolidate()
     if exact:
@@ -146,8 +177,9 @@ def assert_same_state(own, expected):
         assert own["state"][number].keys() == state.keys()
         for key, value in state.items():
             held = own["state"][number][key]
-            same = torch.equal(held, value) if isinstance(value, torch.Tensor) else held == value
-            assert same, (number, key)
+            assert repr(held) == repr(value), (number, key)
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(held, value), (number, key)
 
 
 @pytest.mark.parametrize("reduce_scatter", [False, True])
@@ -161,11 +193,116 @@ def test_parameters_and_state_are_those_of_the_plain_optimizer(
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.timeout(300)
 def test_many_drawn_models(seed, each_backend):
     draw = random.Random(seed)
     number, reduce_scatter = draw.randrange(len(KINDS)), draw.random() < 0.5
     arguments = number, seed, 200, reduce_scatter, each_backend
-    run_ranks(train_beside_the_plain_optimizer, draw.randint(2, 4), args=arguments)
+    run_ranks(train_beside_the_plain_optimizer, draw.randint(2, 4), args=arguments, timeout=250)
+
+
+class Dtypes(nn.Module):
+    """Parameters in three dtypes, a complex one, one that is used twice, and empty ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 70).bfloat16()
+        self.second = nn.Linear(70, 70)
+        self.third = nn.Linear(70, 9).double()
+        self.complex = nn.Parameter(torch.randn(5, 70, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.alone = nn.Parameter(torch.empty(0, dtype=torch.float16))
+        self.tied = self.second.weight
+
+    def forward(self, x):
+        y = self.first(x.bfloat16()).float() + (x.to(torch.complex64) @ self.complex).abs()
+        y = self.second(y.tanh()) + y @ self.tied
+        return self.third(y.double()).square().mean() + self.empty.sum() + self.alone.sum().float()
+
+
+class OddState(torch.optim.Optimizer):
+    """Has numbers, lists, dicts and None in its state, and counts its steps in its groups."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        sums = [torch.zeros_like(p), 3]
+                        state.update(n=0, none=None, sums=sums, more={"a": torch.ones(2)})
+                    state["n"] += 1
+                    state["sums"][0].add_(p.grad)
+                    p.sub_(state["sums"][0], alpha=group["lr"] / group["count"])
+
+
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+SGD, ADAMW, MOMENTUM = torch.optim.SGD, torch.optim.AdamW, {"lr": 0.1, "momentum": 0.9}
+SPECIAL = {
+    "bfloat16": (lambda: Drawn(1, dtype=torch.bfloat16), ADAMW, {}, nullcontext),
+    "float16": (lambda: Drawn(1, dtype=torch.float16), SGD, MOMENTUM, nullcontext),
+    "dtypes": (Dtypes, ADAMW, {}, nullcontext),
+    "dtypes, whole": (Dtypes, OddState, {}, nullcontext),
+    "autocast": (lambda: Drawn(1), ADAMW, {}, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "inference": (lambda: Drawn(1), ADAMW, {}, torch.inference_mode),
+    "default dtype": (lambda: Drawn(1), ADAMW, {}, default_dtype),
+    "default device": (lambda: Drawn(1), ADAMW, {}, lambda: torch.device("meta")),
+    "one large": (
+        lambda: nn.Sequential(nn.Linear(5, 999), nn.Linear(999, 1)),
+        OddState,
+        {},
+        nullcontext,
+    ),
+}
+
+
+@pytest.mark.parametrize("reduce_scatter", [False, True])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_models_optimizers_and_contexts(name, reduce_scatter):
+    def main():
+        torch.manual_seed(0)
+        make, kind, options, context = SPECIAL[name]
+        net = make()
+        own, plain, other, sharded = plain_and_sharded(
+            net, kind, options, reduce_scatter=reduce_scatter, context=context
+        )
+        samples = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(8):
+            x = torch.randn(4, 5, generator=samples)
+            x = x.to(next(net.parameters()).dtype) if "float" in name else x
+            for model in (own, other):
+                model(x).mean().backward()
+            with context():
+                wide = {"rtol": 0.01, "atol": 0} if "dtypes" in name else {}
+                norms = sharded.clip_grad_norm_(1e9), clip_grad_norm_(own.parameters(), 1e9)
+                torch.testing.assert_close(*norms, **wide)
+                sharded.step()
+                sharded.zero_grad()
+                if step % 3 == 0:
+                    sharded.consolidate()
+                    sharded.load_state_dict(sharded.state_dict())
+            with nullcontext() if context is torch.inference_mode else context():
+                plain.step()
+                plain.zero_grad()
+                if step % 3 == 0:
+                    plain.load_state_dict(plain.state_dict())
+        assert_same(own, other)
+        assert_equal_on_all_ranks(other)
+        sharded.consolidate()
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+    run_ranks(main)
 
 
 def muon_and_adamw(net):
@@ -252,6 +389,234 @@ def test_state_moves_between_numbers_of_ranks_and_to_the_plain_optimizer(tmp_pat
             torch.testing.assert_close(state[name], value, msg=name)
 
 
+@pytest.mark.parametrize("reduce_scatter", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
+def test_distributed_checkpoints_move_between_numbers_of_ranks(kind, reduce_scatter, tmp_path):
+    def steps(net, optimizer, numbers):
+        for number in numbers:
+            samples = torch.Generator().manual_seed(number)
+            net(torch.randn(4, 5, generator=samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save():
+        net = DistributedDataParallel(Drawn(5))
+        optimizer = ShardedOptimizer(net, kind, reduce_scatter=reduce_scatter)
+        steps(net, optimizer, range(3))
+        if kind is torch.optim.AdamW:
+            with pytest.raises(ReductionError, match="consolidate"):
+                get_optimizer_state_dict(net, optimizer)
+        optimizer.register_state_dict_pre_hook(ShardedOptimizer.consolidate)
+        model, state = get_state_dict(net, optimizer)
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id=tmp_path)
+
+    def load(sharded):
+        net = DistributedDataParallel(Drawn(5))
+        if sharded:
+            optimizer = ShardedOptimizer(net, kind, reduce_scatter=reduce_scatter)
+            optimizer.register_state_dict_pre_hook(ShardedOptimizer.consolidate)
+        else:
+            optimizer = kind([p for p in net.parameters() if p.requires_grad])
+        model, state = get_state_dict(net, optimizer)
+        saved = {"model": model, "optimizer": state}
+        dcp.load(saved, checkpoint_id=tmp_path)
+        set_state_dict(
+            net, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
+        steps(net, optimizer, range(3, 6))
+        return [p.detach() for p in net.parameters()], optimizer.state_dict()
+
+    run_ranks(save, 4)
+    parameters, state = run_ranks(load, 1, args=(False,))[0]
+    for ranks in (2, 1):
+        for own, own_state in run_ranks(load, ranks, args=(True,)):
+            assert all(map(torch.equal, own, parameters))
+            assert_same_state(own_state, state)
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, each added to its input."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        wide = nn.Linear(width, 4 * width, bias=False)
+        self.mlp = nn.Sequential(wide, nn.GELU(), nn.Linear(4 * width, width, bias=False))
+
+    def forward(self, x):
+        parts = self.attention(self.norms[0](x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.projection(y)
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(nn.Module):
+    """Character model whose embedding is also its last layer, as in nanoGPT."""
+
+    def __init__(self, characters, width=32, length=16, layers=2, heads=4):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(characters, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, characters, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        logits = self.head(self.norm(self.blocks(x)))
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("reduce_scatter", [False, True])
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_small_gpt_has_the_losses_of_the_plain_optimizers(muon, reduce_scatter):
+    text = "to be or not to be, that is the question: whether 'tis nobler in the mind to suffer "
+
+    def losses(sharded):
+        torch.manual_seed(0)
+        data = torch.tensor([sorted({*text}).index(c) for c in text * 4])
+        net = DistributedDataParallel(GPT(len({*text})))
+        matrices = [p for p in net.module.blocks.parameters() if p.dim() == 2]
+        rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
+        if muon:
+            specified = [(torch.optim.Muon, matrices, {"lr": 0.02})]
+        else:
+            rest, specified = [*matrices, *rest], []
+        decayed, others = ([p for p in rest if (p.dim() > 1) is d] for d in (True, False))
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        specified.append((torch.optim.AdamW, groups, {"lr": 0.01, "betas": (0.9, 0.95)}))
+        if sharded:
+            optimizers = [ShardedOptimizer(net, specified, reduce_scatter=reduce_scatter)]
+        else:
+            optimizers = [kind(params, **options) for kind, params, options in specified]
+        schedules = [lr_scheduler.CosineAnnealingLR(o, 60) for o in optimizers]
+        samples, found = torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(60):
+            for micro in range(2):
+                starts = torch.randint(len(data) - 17, (4,), generator=samples)
+                batch = torch.stack([data[i : i + 17] for i in starts])
+                with net.no_sync() if micro == 0 else nullcontext():
+                    loss = net(batch[:, :-1], batch[:, 1:]) / 2
+                    loss.backward()
+            found.append(loss.item())
+            if sharded and reduce_scatter:
+                optimizers[0].clip_grad_norm_(1.0)
+            else:
+                clip_grad_norm_(net.parameters(), 1.0)
+            for each in (*optimizers, *schedules):
+                each.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def main():
+        expected, found = losses(sharded=False), losses(sharded=True)
+        assert expected[-1] < 0.5 * expected[0]
+        # with reduce_scatter, the norm is that of the shards
+        torch.testing.assert_close(found, expected, rtol=1e-3 if reduce_scatter else 0, atol=0)
+
+    run_ranks(main)
+
+
+class PerRank(torch.optim.SGD):
+    """Changes an option by what only this rank knows, as Prodigy does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["lr"] *= 1 + dist.get_rank()
+
+
+def backward(net, rank_scale=0.0):
+    net(torch.ones(2, 5) * (1 + rank_scale * dist.get_rank())).backward()
+
+
+def another_rate(net, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    optimizer.step()
+
+
+def loaded_on_one_rank(net, optimizer):
+    optimizer.consolidate()
+    state = optimizer.state_dict()
+    if dist.get_rank() == 0:
+        optimizer.load_state_dict(state)
+    optimizer.step()
+
+
+def not_reduced(net, optimizer):
+    optimizer.zero_grad()
+    with net.no_sync():
+        backward(net, 1.0)
+    optimizer.step()
+
+
+def another_format(net, optimizer):
+    net.module.conv.to(memory_format=torch.contiguous_format)
+    optimizer.step()
+
+
+def scaled(net, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(net(torch.ones(2, 5))).backward()
+    scaler.unscale_(optimizer)
+    try:
+        scaler.step(optimizer)
+    finally:
+        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+def another_hook(net, optimizer):
+    net.register_comm_hook(None, None)
+    optimizer.clip_grad_value_(1.0)
+
+
+def after_a_failed_step(net, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 if dist.get_rank() else 0.2)
+    with pytest.raises(MismatchError, match=r"0\.2"):
+        optimizer.step()
+    optimizer.consolidate()
+
+
+BOTH = [False, True]
+REFUSED = [
+    (another_rate, SGD, BOTH, MismatchError, r"'lr': '0.1'.*'lr': '0.2'"),
+    (loaded_on_one_rank, SGD, BOTH, MismatchError, "loaded state: none"),
+    (not_reduced, SGD, BOTH, ReductionError, "outside of no_sync"),
+    (another_format, SGD, BOTH, NotSupportedError, "memory format"),
+    (after_a_failed_step, SGD, BOTH, ReductionError, "load_state_dict"),
+    (lambda net, optimizer: optimizer.step(), PerRank, BOTH, MismatchError, "'lr'"),
+    (lambda net, optimizer: copy.deepcopy(optimizer), SGD, BOTH, NotSupportedError, "state_dict"),
+    (scaled, SGD, [True], NotSupportedError, "GradScaler"),
+    (another_hook, SGD, [True], ReductionError, "another communication hook"),
+    (lambda net, optimizer: optimizer.zero_grad(False), SGD, [True], NotSupportedError, "set_to"),
+    (lambda net, optimizer: optimizer.clip_grad_norm_(1, 0), SGD, [True], ArgumentError, "norm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "reduce_scatter"), [(i, m) for i, r in enumerate(REFUSED) for m in r[2]]
+)
+def test_refused_on_all_ranks(number, reduce_scatter):
+    def main():
+        attempt, kind, _, error, match = REFUSED[number]
+        torch.manual_seed(0)
+        net = DistributedDataParallel(Drawn(12))
+        options = {"lr": 0.1, "momentum": 0.9, "reduce_scatter": reduce_scatter}
+        optimizer = ShardedOptimizer(net, kind, **options)
+        backward(net)
+        before = [p.clone() for p in net.parameters()]
+        with pytest.raises(error, match=match):
+            attempt(net, optimizer)
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+    run_ranks(main)
+
+
 def test_grad_scaler_skips_the_step_on_all_ranks():
     def main():
         net = Drawn(7)
@@ -305,8 +670,8 @@ def test_a_group_is_added():
         sharded = ShardedOptimizer(other, [(torch.optim.AdamW, chosen[1], {"lr": 0.01})])
         for step in range(6):
             for model, optimizer, more in ((own, plain, rest[0]), (other, sharded, rest[1])):
-                if step == 2:
-                    optimizer.add_param_group({"params": more, "lr": 0.1})
+                if step in (2, 4):
+                    optimizer.add_param_group({"params": more[step - 2 : step], "lr": 0.1})
                 model(torch.ones(2, 5) * (1 + dist.get_rank())).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -352,7 +717,7 @@ def test_a_rank_that_fails_in_step_changes_no_parameter(how, reduce_scatter):
         if how == "raise":
             optimizer.zero_grad()
             net(torch.ones(2, 5)).backward()
-            with pytest.raises(ReductionError, match="an earlier step"):
+            with pytest.raises(ReductionError, match="that failed"):
                 optimizer.step()
 
     run_ranks(main, 3, may_die=[1] if how == "die" else [])
@@ -381,6 +746,7 @@ def test_wrong_arguments():
             ((net, [("SGD", [*net.parameters()], {})]), ArgumentTypeError, "optimizer is 'SGD'"),
             ((net, [(sgd, plain.parameters(), {})]), ArgumentError, "wrapper reduces"),
             ((net, [(sgd, [*net.parameters()], {})] * 2), ArgumentError, "two optimizers"),
+            ((net, [(sgd, [nn.Parameter(torch.ones(2), False)], {})]), ArgumentError, "require"),
             ((net, torch.optim.LBFGS), NotSupportedError, "LBFGS"),
             ((net, torch.optim.SparseAdam), NotSupportedError, "SparseAdam"),
         ]
@@ -402,6 +768,11 @@ def test_wrong_arguments():
         net.register_comm_hook(None, "fp16")
         with pytest.raises(NotSupportedError, match="communication hook"):
             ShardedOptimizer(net, sgd, reduce_scatter=True)
+        net.register_comm_hook(None, None)
+        ShardedOptimizer(net, sgd, reduce_scatter=True)
+        twin = copy.deepcopy(net)  # without the optimizer: its gradients are whole
+        twin(torch.ones(1, 2)).sum().backward()
+        assert twin.module.weight.grad.eq(1).all()
 
     run_ranks(main)
 

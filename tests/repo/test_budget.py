@@ -29,7 +29,7 @@ BUDGET = {  # package: (code lines, files)
     "elastic": (2700, 11),
     "hooks": (924, 7),
     "local_sgd": (500, 3),
-    "optim": (485, 3),
+    "optim": (604, 3),
     "recorder": (3989, 20),
     "shm": (4597, 22),
     "testing": (791, 5),

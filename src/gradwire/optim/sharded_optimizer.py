@@ -6,11 +6,13 @@ given class steps copies of this rank's parts of parameters; then all ranks gath
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any, TypeAlias
+from itertools import accumulate, chain
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from gradwire._containers import tensors_in
+from gradwire._digest import digest
+from gradwire._memory import advised
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE
 from gradwire.buckets import memory_strides, plan_buckets, views
@@ -68,7 +73,11 @@ class ShardedOptimizer(Optimizer):
     sends less; `param.grad` is None after backward, so clip by this optimizer's methods.
 
     If a rank raises in `step`, or ends in it, all ranks raise, and all keep the parameters from
-    before the step. The state may then be a step ahead: load a saved one to continue.
+    before the step. The state may then be a step ahead: load a saved one to continue. Within a step
+    each rank needs memory for one more copy of the parameters.
+
+    The step of a parameter must not depend on other parameters, except by options that it changes
+    on all ranks in the same way.
 
     Args:
         model: The wrapped model.
@@ -105,6 +114,7 @@ class ShardedOptimizer(Optimizer):
         [([-0.75], 64), ([-0.75], 64)]
     """
 
+    @runs_outside_contexts
     def __init__(
         self,
         model: DistributedDataParallel,
@@ -132,14 +142,20 @@ class ShardedOptimizer(Optimizer):
         self._optimizers: list[Optimizer] = []
         self._buckets: list[_Bucket] = []
         self._failed = self._consolidated = False
+        # digest of the state that was loaded, which all ranks load
+        self._loaded = ""
         wholes = [_with_defaults(*each) for each in specifications]
-        self._check_parameters(list(chain(*(whole.param_groups for whole in wholes))))
-        self._check_same(wholes)
-        first = wholes[0].defaults if len(wholes) == 1 else {}
-        super().__init__(list(chain(*(whole.param_groups for whole in wholes))), first)
-        self._defaults = [options for _, _, options in specifications]
-        for whole, given in zip(wholes, self._defaults, strict=True):
-            self._shard(type(whole), whole.param_groups, given)
+        self._specified = [
+            (type(w), o) for w, (_, _, o) in zip(wholes, specifications, strict=True)
+        ]
+        groups = list(chain(*(whole.param_groups for whole in wholes)))
+        self._check_parameters(groups)
+        if not any(p.requires_grad for group in groups for p in group["params"]):
+            raise ArgumentError("optimizer has no parameters that require gradients: pass some")
+        self._check_same(groups)
+        super().__init__(groups, wholes[0].defaults if len(wholes) == 1 else {})
+        for whole, (kind, given) in zip(wholes, self._specified, strict=True):
+            self._shard(kind, whole.param_groups, given)
         if reduce_scatter:
             self._register_hook()
 
@@ -169,27 +185,34 @@ class ShardedOptimizer(Optimizer):
         hook = self._reducer.launcher.hook
         if self._reduce_scatter and hook is not None:
             raise NotSupportedError(
-                "reduce_scatter=True with a communication hook: leave out one of the two"
+                "reduce_scatter=True with a communication hook, which an earlier ShardedOptimizer "
+                "may have registered: call register_comm_hook(None, None) first"
             )
 
-    def _check_same(self, wholes: Sequence[Optimizer]) -> None:
+    def _check_same(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise on all ranks if theirs have other optimizers, parameters or options."""
         names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
-        described = [("reduce_scatter", str(self._reduce_scatter))]
-        for whole in wholes:
-            for group in whole.param_groups:
-                fixed = {k: repr(v) for k, v in sorted(group.items()) if k != "params"}
-                held = [names.get(p, "") for p in group["params"]]
-                described.append((type(whole).__name__, f"options {fixed}, parameters {held}"))
+        described = [
+            ("reduce_scatter", str(self._reduce_scatter)),
+            ("classes", str([kind.__name__ for kind, _ in self._specified])),
+            ("loaded state", self._loaded or "none"),
+        ]
+        for group in groups:
+            held = [names.get(p, "") for p in group["params"]]
+            described.append(("group", f"options {_options(group)}, parameters {held}"))
         FaultDomain.of(self._group).before_others()
-        verify_same(self._group, described, "optimizers", "Construct the same on every rank")
+        remedy = "Construct, change and load the same on every rank"
+        verify_same(self._group, described, "optimizers", remedy)
 
     def _shard(self, kind: Any, groups: list[dict[str, Any]], given: Mapping[str, Any]) -> None:
         """Plan the parameters of groups into buckets and shards, and make the inner optimizer."""
         options = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         params = [p for p in chain(*(g["params"] for g in groups)) if p.requires_grad][::-1]
         elementwise = kind in ELEMENTWISE
-        cuts = [elementwise and p.dim() > 0 and memory_strides(p) is not None for p in params]
+        cuts = [
+            elementwise and p.dim() > 0 and p.numel() > 0 and memory_strides(p) is not None
+            for p in params
+        ]
         plan = plan_buckets(
             [p.numel() * p.element_size() for p in params],
             [(p.dtype, whole) for p, whole in zip(params, cuts, strict=True)],
@@ -209,16 +232,18 @@ class ShardedOptimizer(Optimizer):
             for piece, own in bucket.own:
                 inner[options[id(chosen[piece.parameter])]]["params"].append(own)
         if not any(group["params"] for group in inner):
-            # optimizers refuse to be empty
-            inner[0]["params"].append(Parameter(torch.empty(0, dtype=torch.float32)))
+            # optimizers refuse to be empty, and Muon tensors that are not matrices
+            shape = [0] * params[0].dim() if params else [0]
+            inner[0]["params"].append(Parameter(torch.empty(shape, dtype=torch.float32)))
         self._optimizers.append(kind(inner, **given))
 
     def _register_hook(self) -> None:
         names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
-        buckets = [[names[p] for p in bucket.parameters] for bucket in self._buckets]
+        scattered = [bucket for bucket in self._buckets if bucket.numel]
+        buckets = [[names[p] for p in bucket.parameters] for bucket in scattered]
         others = [n for n in names.values() if n not in {*chain(*buckets)}]
         self._reducer.set_layout([*buckets, *([n] for n in others)])
-        self._hook = _ReduceScatter(self._group, self._buckets, self._unused)
+        self._hook = _ReduceScatter(self._group, scattered, self._unused)
         self._model.register_comm_hook(None, self._hook)
 
     def _unused(self) -> set[Parameter]:
@@ -243,33 +268,53 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             NotSupportedError: `closure` is given, in `join()`, or, with `reduce_scatter`, by a
-                GradScaler.
-            PeerFailedError: Another rank raised in its step; no parameter was changed.
-            PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time;
-                no parameter was changed.
-            ReductionError: An earlier step failed, or the wrapper has been refitted.
+                GradScaler; or a parameter has another dtype or memory format than at construction.
+            MismatchError: Ranks have other options, such as `lr`, or have loaded another state.
+            PeerFailedError: Another rank raised in its step.
+            PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
+            ReductionError: An earlier step failed, gradients were not reduced, or the wrapper has
+                been refitted.
         """
         self._check_step(closure)
         FaultDomain.of(self._group).before_others()
         failure: Exception | None = None
         self._failed, self._consolidated = True, False
+        # torch.distributed.checkpoint steps an optimizer whose state is empty, to make one
         self.state.clear()
+        self.state.update((p, {}) for bucket in self._buckets for p in bucket.parameters)
         try:
+            try:
+                self._step_shards()
+            except Exception as error:
+                failure = error
+            self._gather(failure)
+        finally:
             for bucket in self._buckets:
-                bucket.load(gradients=not self._reduce_scatter)
-            self._copy_options()
-            for inner in self._optimizers:
-                inner.step()
-        except Exception as error:
-            failure = error
-        self._gather(failure)
+                bucket.release()
+            self._clear_gradients()
         self._failed = False
-        self._clear_gradients()
+
+    def _step_shards(self) -> None:
+        if unreduced := self._reducer.usage.accumulated:
+            names = [self._reducer.names[i] for i in unreduced]
+            raise ReductionError(
+                f"the gradients of {names} are those of this rank: run the last backward before "
+                "step() outside of no_sync()",
+                names,
+            )
+        for bucket in self._buckets:
+            bucket.load()
+        self._copy_options()
+        for inner in self._optimizers:
+            inner.step()
+        self._copy_options(back=True)
 
     def _check_step(self, closure: object) -> None:
         if closure is not None:
             raise NotSupportedError("closure is given: compute the loss before step()")
-        if self._reduce_scatter and hasattr(self, "grad_scale"):
+        if self._reduce_scatter and "found_inf" in vars(self):
+            for name in ("grad_scale", "found_inf"):  # as GradScaler after a step without an error
+                delattr(self, name)
             raise NotSupportedError(
                 "GradScaler with reduce_scatter=True: use bfloat16, or reduce_scatter=False"
             )
@@ -280,37 +325,70 @@ class ShardedOptimizer(Optimizer):
             raise ReductionError(
                 "the wrapper was refitted or has another group: make a new ShardedOptimizer"
             )
+        self._check_hook()
+        self._check_failed("step()")
+
+    def _check_hook(self) -> None:
+        if self._hook is not None and self._reducer.comm_hook is not self._hook:
+            raise ReductionError(
+                "another communication hook was registered: make a new ShardedOptimizer"
+            )
+
+    def _check_failed(self, what: str) -> None:
         if self._failed:
             raise ReductionError(
-                "an earlier step() failed, so that the ranks' states may differ: call "
+                f"{what} after a step() that failed, so that the ranks' states may differ: call "
                 "load_state_dict() with a saved state on every rank"
             )
 
     def _gather(self, failure: Exception | None) -> None:
         """Gather all shards; change parameters only once all ranks have received everything."""
-        group, since = self._group, time.monotonic()
-        on_cpu = self._device.type == "cpu"
-        for work in [bucket.gather(group) for bucket in self._buckets]:
-            wait_for_message(group, work, "step()", on_cpu=on_cpu, since=since, from_all=True)
-        failed = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
-        work = dist.all_reduce(failed, group=group, async_op=True)
-        wait_for_message(group, work, "step()", on_cpu=on_cpu, since=since, from_all=True)
+        group, rank = self._group, self._group.rank()
+        wait = functools.partial(
+            wait_for_message,
+            group,
+            what="step()",
+            on_cpu=self._device.type == "cpu",
+            since=time.monotonic(),
+            from_all=True,
+        )
+        for work in chain(*[bucket.gather(group) for bucket in self._buckets]):
+            wait(work)
+        # A rank that failed is named. All must have stepped with the same options: replicas that
+        # are equal would not show it.
+        own = repr((self._loaded, [*map(_options, self.param_groups)]))
+        number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
+        sent = [0 if failure is None else rank + 1, number, -number]
+        agreed = torch.tensor(sent, dtype=torch.int64, device=self._device)
+        wait(dist.all_reduce(agreed, dist.ReduceOp.MAX, group, async_op=True))
         if failure is not None:
             raise failure
-        if count := int(failed):
+        failed, most, least = agreed.tolist()
+        if failed:
             raise PeerFailedError(
-                f"step() failed on {count} other ranks: the parameters are those before the step"
+                f"step() failed on rank {failed - 1}: the parameters are those before the step",
+                [failed - 1],
             )
+        if most != -least:
+            self._check_same(self.param_groups)
         for bucket in self._buckets:
             bucket.store()
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self._buckets[0].shard.device
+        device: torch.device = self._buckets[0].device
         return device
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, of shards also; see `torch.optim.Optimizer.zero_grad`."""
+        """Discard all gradients, of shards also; see `torch.optim.Optimizer.zero_grad`.
+
+        Raises:
+            NotSupportedError: `set_to_none` is False, with `reduce_scatter`.
+        """
+        if self._reduce_scatter and not set_to_none:
+            raise NotSupportedError(
+                "zero_grad(set_to_none=False) with reduce_scatter=True: use True"
+            )
         super().zero_grad(set_to_none)
         self._clear_gradients()
 
@@ -323,20 +401,31 @@ class ShardedOptimizer(Optimizer):
     # -- clipping ----------------------------------------------------------------------------
 
     @torch.no_grad()
+    @runs_outside_contexts
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
         It is the norm of all gradients as one vector, the same on every rank, as
         `torch.nn.utils.clip_grad_norm_` computes it. Every rank calls this. With `reduce_scatter`
         it sends one small message.
+
+        Raises:
+            ArgumentError: `norm_type` is not above 0, with `reduce_scatter`.
         """
+        self._check_hook()
         if not self._reduce_scatter:
             params = list(chain(*(group["params"] for group in self.param_groups)))
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        own = [t for bucket in self._buckets for _, t in bucket.own]
-        norm = torch.nn.utils.get_total_norm([t.grad for t in own if t.grad is not None], norm_type)
-        total = norm.to(self._device, torch.float64)
         most = norm_type == float("inf")
+        if not norm_type > 0:
+            raise ArgumentError(f"norm_type is {norm_type}: with reduce_scatter, pass one above 0")
+        own = [t for bucket in self._buckets for _, t in bucket.own]
+        norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
+        for tensor in own:
+            if tensor.grad is not None:
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(tensor.grad, norm_type, dtype=wide))
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), norm_type)
         op = dist.ReduceOp.MAX if most else dist.ReduceOp.SUM
         if not most:
             total.pow_(norm_type)
@@ -346,13 +435,15 @@ class ShardedOptimizer(Optimizer):
         wait_for_message(self._group, work, what, on_cpu=on_cpu, from_all=True)
         if not most:
             total.pow_(1 / norm_type)
-        norm = total.to(norm.dtype)
+        dtypes = [bucket.parameters[0].dtype.to_real() for bucket in self._buckets]
+        norm: Tensor = total.to(functools.reduce(torch.promote_types, dtypes))
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp each element of all gradients to at most `clip_value` in absolute value."""
+        self._check_hook()
         if self._reduce_scatter:
             params = [t for bucket in self._buckets for _, t in bucket.own]
         else:
@@ -371,29 +462,31 @@ class ShardedOptimizer(Optimizer):
         if not self._optimizers:  # called by the base class, for the groups of construction
             super().add_param_group(param_group)
             return
-        if len(self._optimizers) > 1 or self._reduce_scatter:
+        if len(self._specified) > 1 or self._reduce_scatter:
             raise NotSupportedError(
                 "add_param_group() with several optimizers or reduce_scatter=True: give all groups "
                 "at construction"
             )
-        kind = type(self._optimizers[0])
-        whole = _with_defaults(kind, [param_group], self._defaults[0])
+        kind, given = self._specified[0]
+        whole = _with_defaults(kind, [param_group], given)
         self._check_parameters(whole.param_groups)
-        self._check_same([whole])
+        self._check_same(whole.param_groups)
         super().add_param_group(whole.param_groups[0])
-        self._shard(kind, whole.param_groups, self._defaults[0])
+        self._shard(kind, whole.param_groups, given)
 
-    def _copy_options(self) -> None:
-        """Copy options, which schedulers change, to the groups of this rank's parts."""
+    def _copy_options(self, *, back: bool = False) -> None:
+        """Copy options, which schedulers change, to the groups of this rank's parts, or back."""
         own = chain(*(inner.param_groups for inner in self._optimizers))
         for group, part in zip(self.param_groups, own, strict=True):
-            part.update((k, v) for k, v in group.items() if k != "params")
+            source, target = (part, group) if back else (group, part)
+            target.update((k, v) for k, v in source.items() if k not in ("params", "param_names"))
 
     def own_state(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of this rank's parts of parameters."""
         return {p: s for inner in self._optimizers for p, s in inner.state.items() if s}
 
     @torch.no_grad()
+    @runs_outside_contexts
     def consolidate(self, to: int | None = None) -> None:
         """Gather the whole state for `state_dict`. Every rank calls this.
 
@@ -401,7 +494,11 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             to: Rank in the group that receives it; None for all.
+
+        Raises:
+            ReductionError: An earlier step failed.
         """
+        self._check_failed("consolidate()")
         FaultDomain.of(self._group).before_others()
         own = self.own_state()
         parts = [
@@ -430,16 +527,22 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ReductionError: `consolidate` was not called since the last step, or not for this rank.
         """
+        state_dict = super().state_dict()  # with hooks, which may consolidate
         if not self._consolidated:
             raise ReductionError(
                 "state_dict() needs the state of all ranks: call consolidate() on every rank first"
             )
-        return super().state_dict()
+        return state_dict
+
+    def __getstate__(self) -> NoReturn:
+        raise NotSupportedError("copy or pickle of a ShardedOptimizer: use its state_dict()")
 
     @torch.no_grad()
+    @runs_outside_contexts
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the whole state, of this or of the plain optimizer. Every rank calls this."""
         super().load_state_dict(state_dict)
+        self._loaded = digest(tensors_in([*self.state.values()])).hex()[:16]
         self._copy_options()
         for inner in self._optimizers:
             inner.state.clear()
@@ -449,8 +552,19 @@ class ShardedOptimizer(Optimizer):
                 state = self.state.get(bucket.parameters[piece.parameter])
                 if state:
                     held[own].state[own] = bucket.part_of(state, piece)
-        self.state.clear()
+        self.state.update((p, {}) for p in self.state)  # see `step`
         self._failed = self._consolidated = False
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    """Describe a group's options: equal on all ranks if they are, without places in memory."""
+    plain, described = (bool, int, float, complex, str, tuple, type(None)), {}
+    for key, value in sorted(group.items()):
+        if isinstance(value, Tensor) and value.is_cpu:  # others would be waited for
+            described[key] = str(value.tolist())
+        elif key != "params":
+            described[key] = repr(value) if isinstance(value, plain) else type(value).__name__
+    return str(described)
 
 
 def _with_defaults(kind: Any, params: Groups, options: Mapping[str, Any]) -> Optimizer:
@@ -483,24 +597,31 @@ class _Bucket:
         self, parameters: list[Parameter], assignment: Assignment, rank: int, *, cut: bool
     ) -> None:
         self.parameters, self._assignment, self._cut = parameters, assignment, cut
+        self._layouts = [(p.dtype, p.stride()) for p in parameters]
+        self._rank, self._starts = rank, [0, *accumulate(assignment.lengths)]
         self._places = [(r, p) for r, pieces in enumerate(assignment.pieces) for p in pieces]
-        # The shards of all ranks. This rank's has copies of its parts of the parameters, and those
-        # of others are received here: a step that fails has changed no parameter.
-        self._shards = torch.empty(
-            len(assignment.pieces) * assignment.length,
-            dtype=parameters[0].dtype,
-            device=parameters[0].device,
-        )
-        self.shard = self._shards.split(assignment.length)[rank]
-        # this rank's pieces, with the views of `shard` that the inner optimizer steps
+        self.numel, self.device = self._starts[-1], parameters[0].device
+        # Within a step, the shards of all ranks. This rank's has copies of its parts of the
+        # parameters, and those of others are received here: a step that fails has changed none.
+        self._shards: Tensor | None = None
+        # this rank's pieces, with the parameters that the inner optimizer steps
         self.own = [
-            (piece, Parameter(self._view(self.shard, piece, 0)))
-            for piece in assignment.pieces[rank]
+            (piece, Parameter(self._shape_only(piece))) for piece in assignment.pieces[rank]
         ]
+
+    def _shape_only(self, piece: Piece) -> Tensor:
+        """Return a tensor with the shape of a piece, in the memory of one element."""
+        like = self.parameters[piece.parameter]
+        shape = (piece.stop - piece.start,) if self._cut else like.shape
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(shape)
+
+    def _new_shards(self) -> Tensor:
+        dtype, device = self.parameters[0].dtype, self.device
+        return advised(torch.empty(self.numel, dtype=dtype, device=device))
 
     def _view(self, shards: Tensor, piece: Piece, rank: int) -> Tensor:
         """Return a piece's elements in a tensor of shards; those of a whole parameter like it."""
-        first = rank * self._assignment.length + piece.position
+        first = self._starts[rank] + piece.position
         view = shards[first : first + piece.stop - piece.start]
         return view if self._cut else views(view, [self.parameters[piece.parameter]])[0]
 
@@ -513,43 +634,81 @@ class _Bucket:
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         return _flat(tensor)[piece.start : piece.stop]
 
-    def load(self, *, gradients: bool) -> None:
-        """Copy this rank's parts of parameters, and also of gradients."""
+    def load(self) -> None:
+        """Copy this rank's parts of parameters, and take those of gradients that are whole."""
+        for parameter, layout in zip(self.parameters, self._layouts, strict=True):
+            if (parameter.dtype, parameter.stride()) != layout:
+                raise NotSupportedError(
+                    f"a parameter of shape {tuple(parameter.shape)} has another dtype or memory "
+                    "format than at construction: convert the module before wrapping it"
+                )
+        self._shards = self._new_shards()
         for piece, own in self.own:
             parameter = self.parameters[piece.parameter]
+            own.data = self._view(self._shards, piece, self._rank)
             own.copy_(self._part(parameter, piece))
-            if gradients:
-                gradient = parameter.grad
-                own.grad = None if gradient is None else self._part(gradient, piece)
+            if parameter.grad is not None:
+                own.grad = self._part(parameter.grad, piece)
 
-    def gather(self, group: dist.ProcessGroup) -> dist.Work:
+    def gather(self, group: dist.ProcessGroup) -> list[dist.Work]:
         """Start to gather the shards of all ranks."""
-        shards, own = self._shards.view(torch.uint8), self.shard.view(torch.uint8)
-        work: dist.Work = getattr(group, ALL_GATHER_SINGLE)(shards, own)
-        return work
+        if self._shards is None:  # this rank has failed before
+            self._shards = self._new_shards()
+        in_bytes = self._shards.view(torch.uint8)
+        size = self._shards.element_size()
+        shards = in_bytes.split([length * size for length in self._assignment.lengths])
+        if self._cut:
+            return [getattr(group, ALL_GATHER_SINGLE)(in_bytes, shards[self._rank])]
+        # of different lengths, as ranks have different parameters
+        send = functools.partial(dist.broadcast, group=group, async_op=True)
+        return [send(shard, group_src=r) for r, shard in enumerate(shards) if len(shard)]
 
     def store(self) -> None:
         """Copy the shards of all ranks to the parameters."""
+        shards = self._shards
+        assert shards is not None
         torch._foreach_copy_(
             [self._part(self.parameters[piece.parameter], piece) for _, piece in self._places],
-            [self._view(self._shards, piece, rank) for rank, piece in self._places],
+            [self._view(shards, piece, rank) for rank, piece in self._places],
         )
+
+    def release(self) -> None:
+        """Release the memory of the step."""
+        self._shards = None
+        for piece, own in self.own:
+            own.data = self._shape_only(piece)
 
     # -- reduce_scatter ----------------------------------------------------------------------
 
-    def arrange(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return gradients in the order of the shards, in their memory."""
-        torch._foreach_copy_(
-            [self._view(self._shards, piece, rank) for rank, piece in self._places],
-            [self._part(gradients[piece.parameter], piece) for _, piece in self._places],
+    def reduce_scatter(
+        self, group: dist.ProcessGroup, gradients: Mapping[Tensor, Tensor]
+    ) -> tuple[dist.Work, Tensor]:
+        """Start to reduce gradients; what is received has rows, whose sum is the shard."""
+        sent, given = self._new_shards(), [self.parameters[p.parameter] for _, p in self._places]
+        # without parameters that no rank uses, which a static graph leaves out
+        for parameter, (rank, piece) in zip(given, self._places, strict=True):
+            if parameter in gradients:
+                self._view(sent, piece, rank).copy_(self._part(gradients[parameter], piece))
+        sent.mul_(1 / group.size())
+        lengths = self._assignment.lengths
+        if self._cut and dist.get_backend(group) != "gloo":  # whose reduce_scatter has no future
+            received = sent.new_empty(1, lengths[self._rank])
+            return getattr(group, REDUCE_SCATTER_SINGLE)(received[0], sent), received
+        received = sent.new_empty(group.size(), lengths[self._rank])
+        size = sent.element_size()
+        work = getattr(group, ALL_TO_ALL_SINGLE)(
+            received.flatten().view(torch.uint8),
+            sent.view(torch.uint8),
+            [received[0].nbytes] * group.size(),
+            [length * size for length in lengths],
         )
-        return self._shards
+        return work, received
 
     def set_gradients(self, shard: Tensor, unused: set[Parameter]) -> None:
         """Set the gradients of this rank's pieces to a reduced shard."""
         for piece, own in self.own:
-            used = self.parameters[piece.parameter] not in unused
-            own.grad = self._view(shard, piece, 0) if used else None
+            if self.parameters[piece.parameter] not in unused:
+                own.grad = self._view(shard, piece, 0)
 
     # -- state -------------------------------------------------------------------------------
 
@@ -594,10 +753,13 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
     ) -> None:
         super().__init__(group)
         self._unused = unused
-        self._buckets: dict[Tensor, _Bucket] = {b.parameters[0]: b for b in buckets}
+        self._buckets: dict[Tensor, _Bucket] = {p: b for b in buckets for p in b.parameters}
         self._received: list[tuple[_Bucket, Tensor]] = []
         # True from a backward that was reduced to the step or zero_grad after it
         self.holds_gradients = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies of the wrapper have no optimizer: they take the mean
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         if self.holds_gradients:
@@ -613,13 +775,7 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
             work = dist.all_reduce(buffer.mul_(1 / ranks), group=self.state, async_op=True)
             return after(work, lambda: buffer, buffer.device)
         gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        arranged = mine.arrange([gradients[p] for p in mine.parameters]).mul_(1 / ranks)
-        if dist.get_backend(self.state) == "gloo":  # whose reduce_scatter has no future
-            received = torch.empty_like(arranged)
-            work = getattr(self.state, ALL_TO_ALL_SINGLE)(received, arranged, [], [])
-        else:
-            received = torch.empty_like(mine.shard)
-            work = getattr(self.state, REDUCE_SCATTER_SINGLE)(received, arranged)
+        work, received = mine.reduce_scatter(self.state, gradients)
         self._received.append((mine, received))
         return after(work, lambda: buffer, buffer.device)
 
@@ -628,10 +784,7 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
         self.holds_gradients = True
         unused = self._unused()
         for bucket, received in self._received:
-            shard, *others = received.split(len(bucket.shard))
-            for other in others:  # in the order of the ranks
-                shard += other
-            bucket.set_gradients(shard, unused)
+            bucket.set_gradients(functools.reduce(torch.add, received), unused)
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._received.clear()

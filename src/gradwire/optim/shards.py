@@ -26,7 +26,7 @@ class Assignment:
     """Pieces of a bucket for each rank, and the number of elements of each rank's shard."""
 
     pieces: Sequence[Sequence[Piece]]
-    length: int
+    lengths: Sequence[int]
 
 
 def _aligned(elements: int) -> int:
@@ -46,7 +46,7 @@ def cut(sizes: Sequence[int], ranks: int) -> Assignment:
             pieces[rank].append(Piece(parameter, start, stop, position))
             start = stop
         first += _aligned(size)
-    return Assignment(pieces, length)
+    return Assignment(pieces, [length] * ranks)
 
 
 def distribute(sizes: Sequence[int], costs: Sequence[int], loads: list[int]) -> Assignment:
@@ -58,4 +58,4 @@ def distribute(sizes: Sequence[int], costs: Sequence[int], loads: list[int]) -> 
         pieces[rank].append(Piece(parameter, 0, sizes[parameter], lengths[rank]))
         loads[rank] += costs[parameter]
         lengths[rank] += _aligned(sizes[parameter])
-    return Assignment(pieces, max(lengths))
+    return Assignment(pieces, lengths)
