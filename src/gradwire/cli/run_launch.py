@@ -24,7 +24,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, run
 
 from gradwire._limits import oom_kills
-from gradwire._processes import ENDED, stat_of
+from gradwire._processes import stat_of
 from gradwire.errors import ArgumentError
 from gradwire.recorder import PREFIX, REQUEST, await_answers
 
@@ -197,7 +197,8 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
     running = {
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()
-        if (found := stat_of(handler.proc.pid)) and found.state not in ("stopped", *ENDED)
+        if handler.proc.poll() is None
+        and ((found := stat_of(handler.proc.pid)) is None or found.state != "stopped")
     }
     if running:
         request = directory / REQUEST
