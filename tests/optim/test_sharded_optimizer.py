@@ -126,6 +126,7 @@ def train_beside_the_plain_optimizer(number, seed, steps, reduce_scatter, backen
     # the norm of pieces, a sum over ranks in another order, and weights before it round differently
     exact = exact and not (reduce_scatter and (clips or weighted))
     dtype = torch.float32 if exact else torch.float64
+    steps = steps if exact else min(steps, 8)  # rounding grows a thousandfold in a few steps
     wrapper = {"find_unused_parameters": unused, "bucket_cap_mb": draw.choice([None, 0, 0.01])}
     if not unused:
         wrapper["static_graph"] = draw.random() < 0.3
