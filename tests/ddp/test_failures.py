@@ -163,9 +163,14 @@ def waits(state, bucket):
     return future
 
 
+def uneven(x):
+    return C.all_reduce(x) + C.all_gather(x.detach()[dist.get_rank() :], sizes="find").sum()
+
+
 OTHERS = {
     "all_reduce": lambda: Function(C.all_reduce),
     "all_gather": lambda: Function(lambda x: C.all_gather(x, async_op=True).wait()),
+    "uneven parts": lambda: Function(uneven),
     "checked": lambda: Function(lambda x: C.all_reduce(x, "avg", check=True)),
     "norm": lambda: SyncBatchNorm(8),
     "norm of another group": lambda: SyncBatchNorm(8, process_group=dist.new_group()),
@@ -177,7 +182,12 @@ OTHERS = {
 # with one bucket, nothing is in flight: a collective on shm runs in the thread that waits for it
 @pytest.mark.parametrize(
     ("other", "cap"),
-    [*((o, 1e-5) for o in OTHERS), ("all_reduce", None), ("norm of another group", None)],
+    [
+        *((o, 1e-5) for o in OTHERS),
+        ("all_reduce", None),
+        ("uneven parts", None),
+        ("norm of another group", None),
+    ],
 )
 @on_ranks(2, timeout=60)
 def test_an_exception_while_others_wait_beside_buckets(other, cap):
@@ -188,6 +198,18 @@ def test_an_exception_while_others_wait_beside_buckets(other, cap):
         fail_on_rank_1(net)
     grads = torch.cat([g.to_dense().reshape(-1) for g in step(net)])
     assert torch.equal(*dist_gathered(grads))
+
+
+@on_ranks(2, timeout=60)
+def test_an_exception_while_others_wait_in_what_cannot_be_joined():
+    gather = Function(lambda x: x + C.all_gather(x[dist.get_rank() :], sizes="find").sum())
+    net = DistributedDataParallel(Beside(gather))
+    step(net)
+    net.module.on = True
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else BrokenGroupError):
+        step(net)
+    with pytest.raises((BrokenGroupError, PeerLostError)):
+        step(net)
 
 
 @on_ranks(3, timeout=60)

@@ -64,19 +64,11 @@ MAX_BYTES = 1 << 36
 """Maximum size of a tensor in another rank's log, which this rank allocates to join."""
 
 
-def all_reduce_entry(tensor: Tensor) -> Entry:
-    """Return the entry for an all_reduce of one tensor."""
-    return ["allreduce_", 0, 0, [[describe(tensor)]]]
-
-
-def all_gather_entry(lists: Sequence[Sequence[Tensor]]) -> Entry:
-    """Return the entry for an all_gather, of its outputs and inputs."""
-    return ["allgather_", 0, 0, [[describe(t) for t in tensors] for tensors in lists]]
-
-
-def broadcast_entry(tensor: Tensor, root: int) -> Entry:
-    """Return the entry for a broadcast of one tensor."""
-    return ["broadcast_", root, 0, [[describe(tensor)]]]
+def entry_of(op: str, lists: Sequence[Sequence[Tensor]], root: int = 0, reduce: int = 0) -> Entry:
+    """Return the entry for a collective on these lists of tensors."""
+    if op == "allgather_":  # a rank's own part is among the outputs, and may have its own size
+        lists = lists[:1]
+    return [op, root, reduce, [[describe(t) for t in tensors] for tensors in lists]]
 
 
 class CollectiveLog:
@@ -194,7 +186,7 @@ def join(group: ProcessGroup, entry: Entry) -> Work:
     if op == "broadcast_":
         return group.broadcast(data[0], broadcast_options(root))
     if op == "allgather_":
-        return group.allgather([data[0]], data[1])
+        return group.allgather([data[0]], [torch.zeros_like(data[0][group.rank()])])
     if op == "_allgather_base_":
         return group._allgather_base(data[0][0], data[1][0], AllgatherOptions())
     if op == "alltoall_base_":
@@ -314,6 +306,12 @@ UNDECIDED_TEXT = (
 )
 
 
+def _check_joinable(statements: Sequence[Statement]) -> None:
+    sent = [(s.position, s.sent) for s in statements]
+    for entry in missing(min(s.position for s in statements), sent):
+        check_joinable(entry)
+
+
 class ResynchronizationRound:
     """Round that publishes a statement, joins missed collectives and publishes the outcome."""
 
@@ -385,6 +383,11 @@ class ResynchronizationRound:
         self._publish("statement", asdict(self._statement))
         self._reported = self._reported or self._channel.report()
 
+    def check_joinable(self) -> None:
+        """Raise BrokenGroupError if others cannot join the collective that this rank waits in."""
+        if published := self._channel.published("statement"):
+            _check_joinable([Statement(**one) for one in published])
+
     def _exchange_statements(self) -> None:
         published = self._channel.published("statement")
         if published is None:
@@ -405,12 +408,10 @@ class ResynchronizationRound:
 
     def _join(self, statements: Sequence[Statement]) -> None:
         own = self._log.position()
-        sent = [(s.position, s.sent) for s in statements]
         # Check on all ranks: a rank that waits in a collective that cannot be joined would wait
         # until its deadline.
-        for entry in missing(min(self.positions), sent):
-            check_joinable(entry)
-        for entry in missing(own, sent):
+        _check_joinable(statements)
+        for entry in missing(own, [(s.position, s.sent) for s in statements]):
             self._in_flight.append(join(self._group, entry))
         for name in sorted({name for s in statements for name in s.elsewhere}):
             group = group_of(name)

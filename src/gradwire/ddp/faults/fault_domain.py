@@ -40,7 +40,7 @@ from gradwire.ddp.faults.collective_log import (
     Participant,
     Participants,
     ResynchronizationRound,
-    describe,
+    entry_of,
 )
 from gradwire.ddp.faults.error_channel import (
     ErrorChannel,
@@ -203,7 +203,10 @@ class FaultDomain:
                     return False
                 self._round = self._new_round(None)
             self._round.publish_statement()
-            if not joins or not self._round.advance():
+            if not joins:
+                self._round.check_joinable()
+                return True
+            if not self._round.advance():
                 return True
             self._end_round(self._round)
         except DistributedError as error:
@@ -409,7 +412,7 @@ class Observer:
 
     def sent(self, op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
         """Log a collective that has just been sent, or is about to be on shm."""
-        entry = [op, root, reduce, [[describe(t) for t in tensors] for tensors in lists]]
+        entry = entry_of(op, lists, root, reduce)
         for domain in self._domains:
             domain.log.record(self._group, entry)
 

@@ -22,12 +22,7 @@ from torch.nn import Parameter
 from gradwire._engine_errors import is_transport
 from gradwire._groups import cpu_capable, message_device
 from gradwire.ddp.buckets.bucket import WITH_STREAMS, Bucket, SparseBucket
-from gradwire.ddp.faults.collective_log import (
-    Participant,
-    all_gather_entry,
-    all_reduce_entry,
-    broadcast_entry,
-)
+from gradwire.ddp.faults.collective_log import Participant, entry_of
 from gradwire.ddp.faults.error_channel import (
     Handle,
     broadcast_options,
@@ -118,14 +113,14 @@ class Launcher:
             total = bucket.total
             total.pack(bucket.flat)
             self.launched.append(Launched(bucket, sparse=total, works=[total.send()]))
-            self._domain.log.add(all_gather_entry(total.wire))
+            self._domain.log.add(entry_of("allgather_", total.wire))
         else:
             flat = bucket.flat
             wire = torch.view_as_real(flat) if flat.is_complex() else flat
             self.launched.append(Launched(bucket, works=[self._all_reduce(wire, bucket.what)]))
             # logged once the backend has accepted it: other ranks join logged collectives with
             # zeros
-            self._domain.log.add(all_reduce_entry(wire))
+            self._domain.log.add(entry_of("allreduce_", [[wire]]))
         self.launched[-1].stream = stream
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
@@ -165,7 +160,7 @@ class Launcher:
             self._wait(launched)
             if (work := total.send_rest()) is not None:
                 launched.works = [*launched.works, work]
-                self._domain.log.add(all_gather_entry(total.wire))
+                self._domain.log.add(entry_of("allgather_", total.wire))
             launched.complete = True
 
     def result(self, launched: Launched) -> Tensor | None:
@@ -234,7 +229,7 @@ class Launcher:
         device = message_device(self._group)
         theirs = torch.tensor(order, dtype=torch.int64, device=device)
         self.order = theirs, self._group.broadcast([theirs], broadcast_options(0))
-        self._domain.log.add(broadcast_entry(theirs, root=0), self.order[1])
+        self._domain.log.add(entry_of("broadcast_", [[theirs]]), self.order[1])
 
     def receive_order(self) -> list[int]:
         """Return rank 0's order. If an exception interrupts the wait, the next call waits again."""
@@ -249,7 +244,7 @@ class Launcher:
         self._wait_for_hook()
         flags = flags.to(message_device(self._group))
         work = self._all_reduce(flags, "a small all_reduce or broadcast")
-        self._domain.log.add(all_reduce_entry(flags), work)
+        self._domain.log.add(entry_of("allreduce_", [[flags]]), work)
         return flags, work
 
     def vote(self, own: Tally, flags: Tensor) -> tuple[Tally, Tensor]:
