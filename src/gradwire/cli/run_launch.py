@@ -198,7 +198,7 @@ def _collect(directory: Path, exits: Path, worker_group: Any, processes: Any, ki
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()
         if handler.proc.poll() is None
-        and ((found := stat_of(handler.proc.pid)) is None or found.state != "stopped")
+        and getattr(stat_of(handler.proc.pid), "state", "") != "stopped"
     }
     if running:
         request = directory / REQUEST
