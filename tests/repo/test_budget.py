@@ -21,7 +21,7 @@ BUDGET = {  # package: (code lines, files)
     "": (982, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1655, 8),
-    "cli": (929, 10),
+    "cli": (930, 10),
     "collectives": (2494, 10),
     "compat": (850, 6),
     "ddp": (4797, 22),
