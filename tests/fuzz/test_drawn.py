@@ -20,8 +20,22 @@ from fuzz.containers import plain, wrapped
 from fuzz.kinds import KINDS
 from gradwire.devices import DataParallel, gather_nested, scatter_nested
 
-FEW = {"small-models": 12, "programs": 8, "groups": 2, "collectives": 20, "local-sgd": 30}
-MANY = {"models": 120, "programs": 150, "groups": 12, "collectives": 300, "local-sgd": 200}
+FEW = {
+    "small-models": 12,
+    "programs": 8,
+    "routes": 6,
+    "groups": 2,
+    "collectives": 20,
+    "local-sgd": 30,
+}
+MANY = {
+    "models": 120,
+    "programs": 150,
+    "routes": 60,
+    "groups": 12,
+    "collectives": 300,
+    "local-sgd": 200,
+}
 
 
 def check(kind: str, backend: str, count: int, *, derandomize: bool) -> None:
