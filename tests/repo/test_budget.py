@@ -24,7 +24,7 @@ BUDGET = {  # package: (code lines, files)
     "cli": (930, 10),
     "collectives": (2494, 10),
     "compat": (850, 6),
-    "ddp": (4797, 22),
+    "ddp": (4800, 22),
     "devices": (1175, 6),
     "elastic": (2700, 11),
     "hooks": (924, 7),
