@@ -146,7 +146,8 @@ def make_plan(rng: random.Random) -> Plan:
             weights,
             some(ranks) if unused and chance(50) else (),
             (rank, rng.choice(places[drawn[rank]]))
-            if last and "transformed" not in drawn and chance(12)
+            # a backward within forward would raise in it, and leave the awaited one out
+            if last and "transformed" not in drawn and "backward" not in parts and chance(12)
             else None,
             graph=not weights and chance(10),
         )
