@@ -528,3 +528,20 @@ def test_a_weight_of_0_where_ranks_exchange_cotangents():
     error = PeerFailedError if dist.get_rank() else NotSupportedError
     with pytest.raises(error, match=r"weight\(0\)"):
         outputs.square().mean().backward()
+
+
+@on_ranks(2)
+def test_a_weight_ends_with_a_backward_that_raised():
+    """Also at the output, before a gradient that counts the weight."""
+    net, rank = linear(), dist.get_rank()
+    for weight in (None, 1 + rank):  # without one in the next step, and with another one
+        net.zero_grad()
+        net.weight(2 + rank)
+        output = net(rows(1))
+        if rank == 0:
+            output.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError if rank == 0 else PeerFailedError):
+            output.sum().backward()
+        net.zero_grad()
+        want = (1 + 2) / 2 if weight is None else (1 * 1 + 2 * 2) / 3
+        assert backward(net, weight, rows(1, 1.0 + rank)).tolist() == [[pytest.approx(want)] * 2]

@@ -31,6 +31,7 @@ FEW = {
 MANY = {
     "models": 120,
     "programs": 150,
+    "routes": 60,
     "groups": 12,
     "collectives": 300,
     "local-sgd": 200,

@@ -168,8 +168,7 @@ def directories(target: str) -> list[Path]:
 def _directory_of(pid: int) -> Path | None:
     """Return the directory of dumps of a process, which has its ring file mapped; None if none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        match = _RING.search((_PROC / str(pid) / "maps").read_text())
-        if match is not None:
+        if match := _RING.search((_PROC / str(pid) / "maps").read_text()):
             return Path(match[1])
     return None
 

@@ -394,8 +394,7 @@ class Buffers:
 
 
 def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _copy(buffer: Tensor) -> Tensor:

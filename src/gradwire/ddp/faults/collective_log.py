@@ -68,6 +68,8 @@ def entry_of(op: str, lists: Sequence[Sequence[Tensor]], root: int = 0, reduce: 
     """Return the entry for a collective on these lists of tensors."""
     if op == "allgather_":  # a rank's own part is among the outputs, and may have its own size
         lists = lists[:1]
+    elif op not in _JOINABLE:  # sizes may differ between ranks
+        lists = ()
     return [op, root, reduce, [[describe(t) for t in tensors] for tensors in lists]]
 
 

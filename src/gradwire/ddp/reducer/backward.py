@@ -904,6 +904,7 @@ class Backward:
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
             self._forget_accumulated()
+            self.weights.given = None  # it was this backward's
             self.domain.note_interrupted()
             # gradients may be zeroed in place before the ranks are resynchronized
             for launched in self.launcher.launched:
@@ -948,6 +949,8 @@ class Backward:
         interrupted = (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
         if self.state.unfinished and self.state not in interrupted:
             self._forget_accumulated()
+        if self.running:
+            self.weights.given = None
         self.transition(Event.RESET)
         self._clear()
 

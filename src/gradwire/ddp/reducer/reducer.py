@@ -252,6 +252,8 @@ class Reducer(Backward):
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
+        if self.running and torch._C._current_graph_task_id() == -1:
+            self.interrupt()  # an exception ended that backward, whose weight goes with it
         self.bucket_set.finish_making()
         if self.launcher.hook is None and self.bucket_set.weights_bucket is None:
             raise NotSupportedError(NO_BUCKET)
