@@ -422,6 +422,7 @@ class Trainer:
                     p.grad = p.grad.detach().zero_()
                 else:
                     p.grad = None
+        self.graph = False
         later: tuple[int, ...] = ()
         for kind, ranks in step.changes:
             if kind == "freeze later":
@@ -439,7 +440,7 @@ class Trainer:
 
     def backward(self, backward: Backward, later: tuple[int, ...]) -> None:
         dtype = getattr(torch, self.plan.dtype)
-        self.graph = backward.graph
+        self.graph |= backward.graph  # bits of its gradients may differ, also if kept
         xs = [
             torch.randn(rows, WIDTH, generator=self.generator, dtype=torch.float64).to(dtype)
             for rows in backward.rows
