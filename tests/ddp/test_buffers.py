@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -281,3 +283,21 @@ def test_ranks_that_synchronize_buffers_otherwise():
     options = {"sync_buffers_in_eval": dist.get_rank() == 0}
     with pytest.raises(MismatchError, match="sync_buffers_in_eval"):
         DistributedDataParallel(nn.BatchNorm1d(3), **options)
+
+
+@on_ranks(1)
+def test_a_wrapper_that_is_collected_while_a_module_is_built():
+    """PyTorch loops over its hooks then: a hook that is removed would end the loop by an error."""
+    gc.disable()
+    register = nn.modules.module.register_module_module_registration_hook
+    handle = register(lambda *_: gc.collect() * 0 or None)  # before those of the wrapper
+    try:
+        net = DistributedDataParallel(nn.BatchNorm1d(2))
+        net.itself = [net]
+        gone = weakref.ref(net)
+        del net
+        nn.Sequential(nn.Linear(2, 2))
+    finally:
+        handle.remove()
+        gc.enable()
+    assert gone() is None

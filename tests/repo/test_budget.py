@@ -21,10 +21,10 @@ BUDGET = {  # package: (code lines, files)
     "": (982, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1655, 8),
-    "cli": (929, 10),
+    "cli": (928, 10),
     "collectives": (2494, 10),
     "compat": (850, 6),
-    "ddp": (4806, 22),
+    "ddp": (4807, 22),
     "devices": (1175, 6),
     "elastic": (2700, 11),
     "hooks": (924, 7),

@@ -204,6 +204,5 @@ def _pids() -> Iterator[int]:
 def _is_rank(pid: int) -> bool:
     with contextlib.suppress(OSError):
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        names = {variable.partition(b"=")[0] for variable in variables}
-        return {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"} <= names
+        return {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"} <= {v.split(b"=")[0] for v in variables}
     return False

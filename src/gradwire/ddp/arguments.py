@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from numbers import Real
 from types import ModuleType
@@ -299,6 +300,28 @@ def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[
     return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
 
 
+_WATCHERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def watch_registrations(watcher: Any) -> None:
+    """Let a watcher know of the parameters, buffers and children that any module is given."""
+    _register_hooks()
+    _WATCHERS[id(watcher)] = watcher
+
+
+@cache
+def _register_hooks() -> None:
+    # They stay: PyTorch loops over them while a module is built. A watcher may be collected then,
+    # and the removal of its hook would make the loop raise.
+    def on_registration(module: nn.Module, name: str, value: Any) -> None:
+        for reference in _WATCHERS.valuerefs():
+            if (watcher := reference()) is not None:
+                watcher.on_registration(module, name, value)
+
+    for kind in ("parameter", "buffer", "module"):
+        getattr(torch_module, f"register_module_{kind}_registration_hook")(on_registration)
+
+
 class ParameterCheck:
     """Compares a module's parameters with those at construction, after new registrations."""
 
@@ -313,20 +336,17 @@ class ParameterCheck:
         # `torch.func.functional_call` registers nothing: tensors that it substitutes for parameters
         # in one call are ignored
         self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
-        handles = [
-            torch_module.register_module_parameter_registration_hook(WeakHook(self._on_parameter)),
-            torch_module.register_module_module_registration_hook(WeakHook(self._on_module)),
-        ]
-        remove_hooks_with(self, handles)
+        watch_registrations(self)
 
-    def _on_parameter(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and id(module) in self._modules:
-            self._registered[id(parameter)] = parameter
-
-    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and id(module) in self._modules:
-            self._modules.update(id(inner) for inner in child.modules())
-            self._registered.update((id(p), p) for p in child.parameters())
+    def on_registration(self, module: nn.Module, name: str, value: Any) -> None:
+        """Record a parameter, or a child with its parameters, that the module has from now on."""
+        if id(module) not in self._modules:
+            return
+        if isinstance(value, Parameter):
+            self._registered[id(value)] = value
+        elif isinstance(value, nn.Module):
+            self._modules.update(id(inner) for inner in value.modules())
+            self._registered.update((id(p), p) for p in value.parameters())
 
     def check(self) -> None:
         """Raise ArgumentError if there are parameters that would not be reduced."""

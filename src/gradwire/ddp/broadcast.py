@@ -19,17 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-from torch.nn.modules import module as torch_module
 
 from gradwire._groups import check_group, rank_in_group
 from gradwire._scope import outside_contexts
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.arguments import (
-    WeakHook,
     check_not_expanded,
     in_attributes,
     inner_tensors,
-    remove_hooks_with,
+    watch_registrations,
 )
 from gradwire.ddp.buckets.ownership import holders, uses
 from gradwire.ddp.faults.error_channel import broadcast_options, waits_on_cpu
@@ -293,32 +291,25 @@ class Buffers:
         self._seen: set[int] = set()
         self._aliased: set[int] = set()
         self._find()
-        self._watch()
+        watch_registrations(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": set(), "_changed": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._watch()
+        watch_registrations(self)
 
     def __bool__(self) -> bool:
         if self._changed:
             self._find()
         return bool(self._paths)
 
-    def _watch(self) -> None:
-        # named_buffers() at each forward would take three times as long as looking up names
-        hook = WeakHook(self._on_registration)
-        handles = [
-            torch_module.register_module_buffer_registration_hook(hook),
-            torch_module.register_module_module_registration_hook(hook),
-        ]
-        remove_hooks_with(self, handles)
-
-    def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
-        # a value that replaces an existing buffer is found by its name
-        if value is not None and owner._buffers.get(name) is None:
+    def on_registration(self, module: nn.Module, name: str, value: Any) -> None:
+        """Look for buffers again, if a module has a new one or a new child."""
+        # `named_buffers` at each forward would take three times as long as looking up names. A
+        # value that replaces an existing buffer is found by its name.
+        if not isinstance(value, nn.Parameter | None) and module._buffers.get(name) is None:
             self._changed = True
 
     def _find(self) -> None:
