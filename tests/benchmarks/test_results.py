@@ -9,7 +9,7 @@ from benchmarks import tables
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.options import Options
 from benchmarks.plot import in_words
-from benchmarks.report import conditions, figures
+from benchmarks.report import conditions
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.stats import Estimate, Spread
 from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
@@ -55,17 +55,6 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Result.read(tmp_path / "ddp.json") == written
 
 
-def test_a_ratio_that_is_not_positive_has_no_geometric_mean() -> None:
-    assert result(-0.5, 2.0).summary[0].geometric_mean is None
-    assert figures(result(-0.5, 2.0)).rows[-2][-1] == ""
-
-
-@pytest.mark.parametrize("name", ["nothing", "ddp guesses"])
-def test_an_unknown_block_is_an_error(results: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"benchmarks:{name}.*broadcast, collectives, ddp"):
-        rewritten(PAGE.replace("NAME", name, 1), results, BENCHMARKS)
-
-
 def test_the_command_rewrites_pages_and_checks_them(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,9 +76,6 @@ def test_the_pages_of_the_repository_show_the_results_that_are_kept(path: Path) 
     assert rewritten(text, RESULTS, BENCHMARKS) == text
 
 
-# -- plot -----------------------------------------------------------------------------------------
-
-
 def test_the_chart_of_the_repository_shows_the_results_that_are_kept() -> None:
     result, svg = Result.read(RESULTS / "ddp_shm.json"), PLOT.read_text(encoding="utf-8")
     assert f">{conditions(result)}<" in svg
@@ -100,10 +86,3 @@ def test_the_command_draws(tmp_path: Path) -> None:
     svg = tmp_path / "chart.svg"
     assert CliRunner().invoke(main, ["plot", "--svg", str(svg)]).exit_code == 0
     assert svg.read_text(encoding="utf-8").startswith("<?xml")
-
-
-@pytest.mark.parametrize("name", ["ddp_none", "../ddp"])
-def test_results_that_are_not_there_are_an_error(name: str) -> None:
-    run = CliRunner().invoke(main, ["plot", name])
-    assert run.exit_code == 2
-    assert "there are no results" in run.output
