@@ -56,16 +56,3 @@ def test_another_call_beside_a_marked_one_is_an_error_on_all():
         z = torch.ones(3)
         dist.all_reduce(z)  # in step again
         assert z.tolist() == [2.0] * 3
-
-
-@on_ranks(2, backend="shm", timeout=30)
-def test_a_gradient_that_one_rank_wants():
-    for async_op in (False, True):
-        x = torch.ones(2, requires_grad=dist.get_rank() == 1)
-        first, second = (all_reduce(x * n, async_op=async_op) for n in (1, 2))
-        if async_op:
-            first, second = first.wait(), second.wait()
-        assert first.requires_grad
-        (first + second).sum().backward()
-        assert x.grad is None or x.grad.tolist() == [6.0, 6.0]
-        assert (x.grad is None) == (dist.get_rank() == 0)
