@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import faulthandler
-import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from gradwire import recorder
 from gradwire._processes import wait_until
 from gradwire.recorder import processes
 from gradwire.recorder.black_box import OWNER
-from gradwire.recorder.crash_files import CrashFiles, ExitNotes
+from gradwire.recorder.crash_files import CrashFiles
 from gradwire.recorder.files import SIZE, RingFile, load, read_ring
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -125,54 +123,6 @@ def test_process_without_a_handler_gets_no_signal(tmp_path):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
         end(pid)
-
-
-def test_child_that_writes_to_a_full_pipe():
-    child = subprocess.Popen(
-        [sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE
-    )
-    try:
-        assert wait_until(lambda: processes.describe(child.pid).get("full pipe"), 20)
-        found = processes.family(os.getpid(), None)["children"]
-        assert [each["full pipe"] for each in found if each["pid"] == child.pid] == [True]
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def test_holder_of_a_file_lock(tmp_path):
-    def run():
-        with (tmp_path / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-
-    with (tmp_path / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        pid = fork(run)
-        try:
-            assert wait_until(lambda: processes.describe(pid).get("call") == "flock", 20)
-            found = processes.describe(pid)
-            assert found["holder"] == os.getpid()
-            assert found["file"] == str(tmp_path / "lock")
-        finally:
-            end(pid)
-
-
-def test_calls_of_exit_are_noted():
-    notes = ExitNotes(lambda: None)
-    theirs = sys.exit
-    notes.start()
-    try:
-        with pytest.raises(SystemExit, match="no config"):
-            sys.exit("no config")
-    finally:
-        notes.stop()
-    assert sys.exit is theirs
-    assert (notes.last["how"], notes.last["code"], notes.last["text"]) == (
-        "sys.exit",
-        1,
-        "no config",
-    )
-    assert Path(notes.last["lines"][0]["filename"]).name == Path(__file__).name
 
 
 def recorded(directory: Path, run: Callable[[], None]) -> int:

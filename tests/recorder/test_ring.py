@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import resource
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +21,11 @@ from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    MismatchError,
 )
-from gradwire.recorder import black_box, groups, lines
+from gradwire.recorder import black_box, lines
 from gradwire.recorder import events as noted
-from gradwire.recorder.events import came_from_loading, came_from_waiting
 from gradwire.recorder.files import load, loads
 from gradwire.recorder.flight_record import await_gloos_ends
-from gradwire.recorder.groups import reference_to
 from gradwire.testing import run_ranks
 from gradwire.testing.worker import close_pool
 
@@ -120,21 +113,6 @@ def test_dump_has_the_ends_of_awaited_collectives(tmp_path):
     run_ranks(main, backend="gloo")
 
 
-def test_dump_waits_briefly_for_running_collectives(tmp_path):
-    def main():
-        if dist.get_rank() == 0:
-            running = dist.all_reduce(torch.ones(1), async_op=True)
-            last = load(recorder.dump(tmp_path))["entries"][-1]
-            dist.recv(torch.ones(1), 1)
-            running.wait()
-            return last["retired"]
-        dist.send(torch.ones(1), 0)
-        dist.all_reduce(torch.ones(1))
-        return None
-
-    assert run_ranks(main, backend="gloo", timeout=60) == [False, None]
-
-
 @pytest.mark.narrow({"each_backend": ["gloo", "shm"]})
 def test_bucket_entries_have_parameters(each_backend, tmp_path):
     def main():
@@ -150,18 +128,6 @@ def test_bucket_entries_have_parameters(each_backend, tmp_path):
     assert sorted(entry["parameters"]) == ["bias", "weight"]
     assert entry["step"] == 1
     assert (entry["backend"], entry["op"]) == (each_backend, "all_reduce")
-
-
-def test_torchs_analyzer_finds_a_mismatch(tmp_path, caplog):
-    def main():
-        with pytest.raises(MismatchError):
-            dist.all_reduce(torch.ones(3 + dist.get_rank()))
-        recorder.dump(tmp_path)
-
-    run_ranks(main, backend="shm")
-    (wrong,) = [c for c in analysed(str(tmp_path)).collectives if not c.pass_check]
-    assert wrong.collective_name.endswith(":all_reduce")
-    assert list(wrong.mismatch_collectives) == [1]
 
 
 def test_messages_are_separate_from_collectives(tmp_path):
@@ -192,17 +158,6 @@ def test_ring_keeps_no_tensors_and_drops_the_oldest_entry():
         return sys.getrefcount(x) == count, len(recorder.ring.entries), recorder.ring.recorded > 9
 
     assert run_ranks(main, backend="shm") == [(True, 4, True)] * 2
-
-
-def test_ring_switched_off_records_nothing():
-    def main():
-        recorder.ring.on = False
-        before = recorder.ring.recorded
-        dist.all_reduce(torch.ones(1))
-        recorder.ring.on = True
-        return recorder.ring.recorded - before
-
-    assert run_ranks(main, backend="shm") == [0, 0]
 
 
 PACKAGE = """
@@ -264,15 +219,6 @@ def test_wrong_arguments(tmp_path, monkeypatch):
     assert not (tmp_path / "b").exists()
 
 
-def test_reference_to_a_deleted_group_is_a_dict_key() -> None:
-    group = type("Group", (), {})()
-    reference = reference_to(group)
-    del group
-    gc.collect()
-    assert reference() is None
-    assert {reference: 1}[reference]
-
-
 @pytest.mark.parametrize("value", ["", "0"])
 def test_empty_or_zero_variable_disables_dumps(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
@@ -282,89 +228,7 @@ def test_empty_or_zero_variable_disables_dumps(tmp_path, monkeypatch, value):
     assert not list(tmp_path.iterdir())
 
 
-def test_group_is_destroyed_even_if_a_callback_raises():
-    def main():
-        def fails():
-            raise OSError("full")
-
-        groups.at_end_of_job(fails)
-        try:
-            with pytest.raises(OSError, match="full"):
-                dist.destroy_process_group()
-        finally:
-            groups.not_at_end_of_job(fails)
-        return dist.is_initialized()
-
-    assert run_ranks(main) == [False, False]
-
-
-def with_many(calls: int) -> None:
-    group = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
-    for _ in range(calls):
-        dist.all_reduce(torch.ones(3))
-    if group is not None:
-        dist.all_reduce(torch.ones(3), group=group)
-
-
-def then_with_few(tmp_path: Path, calls: int) -> None:
-    for _ in range(calls):
-        dist.all_reduce(torch.ones(5))
-    recorder.dump(tmp_path)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize(
-    ("ranks", "earlier", "calls"), [(2, 1, 1), (4, 3, 1), (2, 2, 0), (2, 1, 3)]
-)
-def test_groups_of_an_earlier_job_are_omitted(tmp_path, backend, ranks, earlier, calls) -> None:
-    run_ranks(with_many, ranks, backend=backend, args=(earlier,), timeout=30)
-    run_ranks(then_with_few, 2, backend=backend, args=(tmp_path, calls), timeout=30)
-    for record in (load(path) for path in tmp_path.iterdir() if path.suffix != ".json"):
-        assert {config["ranks"] for config in record["pg_config"].values()} == {"[0, 1]"}
-        sizes = [e["input_sizes"] for e in record["entries"] if e["op"] == "all_reduce"]
-        assert sizes == [[[5]]] * calls
-
-
 # -- black box ------------------------------------------------------------------------------------
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_dumps_and_starts_leave_no_file_open(tmp_path):
-    def main():
-        recorder.dump(tmp_path)
-        before, threads = open_files(), threading.active_count()
-        for _ in range(3):
-            recorder.dump(tmp_path)
-            recorder.start(tmp_path)
-            recorder.stop()
-        assert wait_until(lambda: threading.active_count() <= threads, 30)
-        return open_files() - before
-
-    assert run_ranks(main, world_size=1, backend="shm") == [0]
-
-
-def test_start_with_more_than_1024_open_files(tmp_path):
-    def main():
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if hard != resource.RLIM_INFINITY and hard < 1200:
-            pytest.skip("this process may not open so many files")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
-        held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
-        try:
-            recorder.start(tmp_path)
-            (tmp_path / "request").touch()
-            assert wait_until(lambda: bool(list(tmp_path.glob("*rank*"))), 30)
-        finally:
-            recorder.stop()
-            for file in held:
-                os.close(file)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    run_ranks(main, world_size=1, backend="shm")
 
 
 def test_relative_directory_is_resolved_at_start(tmp_path):
@@ -455,15 +319,6 @@ def test_each_error_is_recorded_once_even_at_a_reused_address():
     assert run_ranks(main, world_size=1, backend="shm") == [["0", "1", "2", "3"]]
 
 
-def test_non_numeric_launcher_variable_is_ignored(tmp_path):
-    def main():
-        os.environ["WORLD_SIZE"] = "two"
-        dist.destroy_process_group()
-        return recorder.dump(tmp_path).name
-
-    assert run_ranks(main, world_size=1, backend="shm") == ["rank_0"]
-
-
 def test_unwritable_directory_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADWIRE_RECORDER", str(tmp_path / "file" / "dumps"))
@@ -513,23 +368,3 @@ def test_raising_signal_handler_does_not_stop_a_dump(tmp_path):
 
     assert run_ranks(main, world_size=1, backend="shm")[0][-1:] == ["the program's"]
     assert (tmp_path / black_box.REQUEST).exists()
-
-
-def test_data_loader_errors_are_recognized():
-    handler = Path(torch.utils.data.__file__).parent / "_utils" / "signal_handling.py"
-    names: dict = {}
-    exec(compile("def handler(): int('none')", str(handler), "exec"), names)
-    for raises, own in ((names["handler"], True), (lambda: int("none"), False)):
-        with pytest.raises(ValueError, match="none") as caught:
-            raises()
-        assert came_from_loading(caught.value) is own
-
-
-def test_unpicklable_object_is_not_a_wait():
-    def main():
-        try:
-            dist.all_gather_object([None] * 2, lambda: 0 if dist.get_rank() else 3)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            return came_from_waiting(error)
-
-    assert run_ranks(main, backend="shm") == [False, False]

@@ -11,7 +11,6 @@ import pytest
 
 from gradwire import errors
 from gradwire.recorder.verdict import Kind, explain
-from gradwire.recorder.verdict.rules import CAUSES, WAITS
 
 SECOND = 1_000_000_000
 FILE = "/home/me/train.py"
@@ -92,12 +91,6 @@ STEPS = [call(n, n) for n in range(1, 4)]
 LAST = call(4, 4, done=False)
 
 
-def test_table():
-    rules = CAUSES | WAITS
-    assert len(rules) == len(CAUSES) + len(WAITS) < 22
-    assert all(find.__doc__ for find in rules.values())
-
-
 @pytest.mark.parametrize(
     ("longer", "kind", "named", "said"),
     [
@@ -170,22 +163,6 @@ def test_exit_with_a_code_names_line_and_text(run, code):
     assert found.places == [f"{FILE}:33"]
 
 
-def test_handle_that_nothing_waited_for(run):
-    run = run(2)
-    run.rank(0, [*STEPS, LAST], taken=4.1, ended_ns=int(4.05 * SECOND))
-    lost = error(4.2, "PeerLostError", waited=True)
-    run.rank(1, [*STEPS, LAST | {"time_discovered_completed_ns": 5 * SECOND}], [lost])
-    run.says("end", (0,), "still running")
-
-
-def test_same_rank_twice(run):
-    run = run(3)
-    for rank, pid in ((0, 10), (0, 11), (2, 12)):
-        run.start(rank, pid)
-    run.rank(0, (), [error(5, "DistNetworkError")])
-    run.says("start", (0,), "no process has RANK 1")
-
-
 @pytest.mark.parametrize(("address", "named"), [("127.0.0.1", (1,)), ("10.0.0.1", ())])
 def test_rank_that_was_never_started(run, address, named):
     """One of another host may write to another directory."""
@@ -194,39 +171,6 @@ def test_rank_that_was_never_started(run, address, named):
         run.start(rank, 10 + rank, MASTER_ADDR=address)
         run.rank(rank, (), [error(5, "DistNetworkError")])
     run.says("start", named, "never started")
-
-
-def test_other_port(run):
-    run = run(3)
-    for rank in range(3):
-        run.start(rank, 10 + rank, MASTER_PORT="29501" if rank == 1 else "29500")
-        run.rank(rank, (), [error(5 + rank, "DistNetworkError")])
-    run.says("start", (1,), "MASTER_PORT=29501")
-
-
-def test_pause_of_a_run_without_failure(run):
-    run = run(2)
-    late = [call(n, n / 100 + (4 if n > 4 else 0)) for n in range(1, 9)]
-    ahead = [call(n, n / 100 + (4 if n > 5 else 0)) for n in range(1, 9)]
-    run.rank(0, ahead, pauses=[])
-    run.rank(1, late, pauses=[(0, 3 * SECOND)])
-    run.says(Kind.SLOW_RANK, (1,), "garbage collection took 3.0 s")
-
-
-def test_short_delays_name_no_rank(run):
-    run = run(2)
-    run.rank(0, [call(n, n / 100) for n in range(1, 9)])
-    run.rank(1, [call(n, n / 100 + 0.005) for n in range(1, 9)])
-    run.says(Kind.NOTHING, ())
-
-
-def test_first_rank_that_was_not_finite(run):
-    run = run(2)
-    for rank, at in ((0, 4), (1, 3)):
-        noted = {"what": "the gradients", "step": at, "parameters": ["a.weight"], "lines": []}
-        failed = error(5, "FloatingPointError", "not finite", raised=True)
-        run.rank(rank, STEPS, [failed], not_finite=[noted | {"time": at * SECOND}])
-    run.says(Kind.NOT_FINITE, (1,), "in step 3: a.weight")
 
 
 @pytest.mark.parametrize(("waits", "named"), [([0.5] * 6, (1,)), ([0] * 5 + [3], ())])
@@ -444,37 +388,10 @@ def test_wait_that_ended_long_ago_was_handled(run):
     run.says(Kind.ERROR, (1,))
 
 
-def test_process_that_was_continued_is_not_stopped(run):
-    run = run(2)
-    run.rank(0, STEPS, taken=4, peers={1: "stopped"})
-    run.rank(1, STEPS, taken=6)
-    run.says(Kind.NOTHING, (), "nothing failed")
-
-
 def test_ranks_that_ran_are_alive_while_another_one_imports(run, tmp_path):
     run(2).rank(0, (), reason="request", taken=5, since_ns=int(4.5 * SECOND))
     (found,) = explain(tmp_path, live=True).findings
     assert (found.kind, found.ranks) == (Kind.NOTHING, ())
-
-
-def test_an_error_that_hid_another_one_shows_both(run):
-    run = run(2)
-    lines = [{"name": "step", "filename": FILE, "line": 5}]
-    hidden = {"root": "KeyError: 'bad'", "root_lines": lines, "chain": ["KeyError"]}
-    run.rank(0, STEPS, [error(3.5, "IndexError", raised=True, **hidden)])
-    run.rank(1, [*STEPS, LAST], [error(4, "PeerLostError", waited=True)])
-    found = run.says(Kind.ERROR, (0,), "before it came KeyError: 'bad' at train.py:5")
-    assert found.places[0] == f"{FILE}:5"
-
-
-def test_line_where_ranks_first_differed(run):
-    """They met in one barrier, called in two lines, and only a later one showed it."""
-    run = run(3)
-    run.rank(1, [*STEPS, call(4, 4, line=23)], taken=4.2)
-    for rank in (0, 2):
-        run.rank(rank, [*STEPS, call(4, 4), call(5, 5, done=False)], [error(5.1, waited=True)])
-    found = run.says("", (1,))
-    assert found.places[:2] == [f"{FILE}:23", f"{FILE}:10"]
 
 
 # -- the page "When something goes wrong" ------------------------------------------------------

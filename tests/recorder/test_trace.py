@@ -18,10 +18,8 @@ import gradwire
 from gradwire._processes import wait_until
 from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.recorder import tracing
-from gradwire.recorder.recording import CollectionRecord, StepRecord
 from gradwire.recorder.trace import page_of, read_trace, summarize
-from gradwire.recorder.tracing import Offset, find_offset, part_of
+from gradwire.recorder.tracing import find_offset
 from gradwire.testing import run_ranks
 
 STEPS = 3
@@ -128,27 +126,6 @@ def test_command(trace, tmp_path):
     assert "is not a trace of gradwire.timeline" in " ".join(result.output.split())
 
 
-def test_collections_before_the_first_record_are_left_out():
-    early, late = CollectionRecord(0, 10), CollectionRecord(60, 70)
-    part = part_of(0, [StepRecord(1, 40, 50, 80, 90), early, late], {}, Offset(0, 0))
-    names = [event["name"] for event in part["events"]]
-    assert names == ["forward", "backward", "garbage collection", "exposed communication"]
-
-
-def test_names_with_markup_are_escaped(tmp_path):
-    bucket = {"step": 0, "bucket": 0, "parameters": ["[/bold]weight"], "bytes": 4}
-    event = {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 1, "args": bucket}
-    data = {
-        "traceEvents": [event | {"name": "bucket 0: in flight"}],
-        "otherData": {"made by": "gradwire", "ranks": [0], "clock error, us": {"0": 0.0}},
-    }
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(data))
-    result = CliRunner().invoke(app, ["timeline", str(file)])
-    assert result.exit_code == 0, result.exception
-    assert "[/bold]weight" in result.stdout
-
-
 def test_truncated_trace_is_reported(tmp_path, monkeypatch):
     def main():
         with monkeypatch.context() as patch:
@@ -182,24 +159,6 @@ def test_part_files_of_an_earlier_run_are_ignored(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_environment_variable_starts_a_timeline(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing.ring, "listener", None)
-    monkeypatch.setattr(tracing, "this_rank", lambda: 1)
-    monkeypatch.setattr(tracing, "at_end_of_job", lambda write: None)
-    monkeypatch.setattr(tracing.atexit, "register", lambda write: None)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GRADWIRE_TIMELINE", "run.json")
-    part = tmp_path / "run.json.1.part"
-    part.write_text("of an earlier run")
-    tracing.start_from_environment()
-    (tmp_path / "outputs").mkdir()
-    monkeypatch.chdir("outputs")
-    listener = tracing.ring.listener
-    assert listener is not None
-    listener("a record")
-    assert not part.exists()
-
-
 def test_names_cannot_end_the_pages_script():
     event = {"ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "name": "</script><b>", "args": {}}
     trace = {"traceEvents": [event], "otherData": {"ranks": [0], "clock error, us": {"0": 0}}}
@@ -228,15 +187,6 @@ def test_wrong_arguments(tmp_path):
             pass
 
     run_ranks(main)
-
-
-def test_recording_stops_after_the_block():
-    def main():
-        from gradwire.recorder import ring
-
-        return ring.listener
-
-    assert run_ranks(main) == [None, None]
 
 
 @pytest.mark.parametrize("skew", [0, 12_345_678, -5_000_000_000])
