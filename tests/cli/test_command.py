@@ -9,12 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import gradwire.cli
-from gradwire._version import __version__
 from gradwire.cli.app import app
-
-
-def test_version():
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"gradwire {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -51,14 +46,6 @@ def test_help_and_usage_errors_do_not_import_pytorch(run):
     assert run(HELP).returncode == 0
 
 
-def test_invalid_variable_is_an_error(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])
-    monkeypatch.setenv("GRADWIRE_COMPAT", "yes")
-    with pytest.raises(SystemExit) as exit_:
-        gradwire.cli.main()
-    assert str(exit_.value) == "gradwire: GRADWIRE_COMPAT is 'yes': set it to 1 or 0, or unset it"
-
-
 @pytest.mark.parametrize("arguments", [["run", "a\x1b[31m.py"], ["no\x1b[31m"]])
 def test_control_characters_in_errors_are_escaped(arguments):
     result = CliRunner().invoke(app, arguments)
@@ -78,12 +65,3 @@ def test_unencodable_characters_are_replaced(monkeypatch):
     gradwire.cli.main()
     sys.stdout.flush()
     assert written.getvalue() == b"15 \xb5s ? ?\n"
-
-
-def test_commands_have_shell_completion_and_examples():
-    words = {"COMP_WORDS": "gradwire ", "COMP_CWORD": "1", "_GRADWIRE_COMPLETE": "bash_complete"}
-    result = CliRunner().invoke(app, prog_name="gradwire", env=words)
-    offered = {line.partition(",")[2] for line in result.stdout.splitlines()}
-    assert offered >= {"demo", "doctor", "explain", "run", "timeline"}
-    for name in ("doctor", "explain", "run", "timeline"):
-        assert "examples:" in CliRunner().invoke(app, [name, "--help"]).stdout.lower()

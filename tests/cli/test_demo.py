@@ -9,10 +9,8 @@ import re
 import signal
 
 import pytest
-from click.testing import CliRunner
 
 from gradwire import hooks
-from gradwire.cli.app import app
 from gradwire.cli.demo import TOLERANCE, failures, report
 from gradwire.cli.demo_training import Result, run
 from gradwire.ddp import DistributedDataParallel
@@ -100,18 +98,3 @@ def test_failures_of_results():
         assert f"FAILED: {said}" in report([wrong, RIGHT])
     (said,) = failures([RIGHT, dataclasses.replace(RIGHT, digest=b"b2")])
     assert "different parameters" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--nproc 0", "'--nproc': 0 is not in the range 1<=x<=64"),
-        ("--nproc many", "'many' is not a valid integer"),
-        ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
-        ("--backend nosuch", "'nosuch' is not one of 'shm', 'gloo'"),
-    ],
-)
-def test_wrong_options_are_reported_with_their_values(arguments, said):
-    result = CliRunner().invoke(app, ["demo", *arguments.split()])
-    assert result.exit_code == 2
-    assert said in result.stderr

@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 import pytest
-import torch.distributed as dist
 from click.testing import CliRunner
 
 from gradwire.cli import doctor
 from gradwire.cli.app import app
-from gradwire.cli.doctor import Check, try_backend
+from gradwire.cli.doctor import Check
 
 DOCTOR = [sys.executable, "-m", "gradwire", "doctor", "--json"]
 NO_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -74,20 +73,3 @@ def test_problems_are_listed_at_the_end(monkeypatch):
     result = CliRunner().invoke(app, ["doctor", "--backend", "shm", "--backend", "nccl"])
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1] == "No problems."
-
-
-def test_few_cores_and_little_shared_memory(monkeypatch):
-    monkeypatch.setattr("gradwire._limits.cores", lambda: 2.0)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.5, 0, 0))
-    assert doctor._cores(2).state == "ok"
-    assert doctor._cores(3).state == "warning"
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (7.0, 0, 0))
-    assert "load average 7.0: times and failures" in doctor._cores(2).found
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1))
-    assert doctor._shared_memory().state == "warning"
-
-
-def test_unavailable_backend_is_not_tried(monkeypatch):
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
-    found = "this build of PyTorch lacks it"
-    assert try_backend("nccl", 2) == Check("nccl", "absent", found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import subprocess
 import sys
 import time
@@ -90,18 +89,6 @@ def test_crash_of_a_process_that_left_no_dump(tmp_path):
     assert first["places"] == ["/home/me/train.py:10"]
 
 
-def test_skipped_call(tmp_path):
-    def step(n):
-        return [entry(2 * n + 1, line=10), entry(2 * n + 2, size=8, line=20)]
-
-    whole = [*step(0), *step(1)]
-    skipped = [*step(0), entry(3, size=8, line=20, done=False)]
-    write(tmp_path, [*whole[:2], entry(3, done=False)], skipped, [*whole[:2], entry(3, done=False)])
-    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
-    assert (first["kind"], first["ranks"]) == ("skipped", [1])
-    assert "all_reduce of [4]" in first["summary"]
-
-
 def test_slow_rank_without_failure(tmp_path):
     ranks = [[entry(n, at=1000 * n) for n in range(1, 9)] for _ in range(2)]
     write(tmp_path, *ranks)
@@ -133,23 +120,6 @@ def test_files_that_are_not_dumps(tmp_path, data, said):
     assert said in " ".join(out.split())
 
 
-def test_color_only_on_request(tmp_path, monkeypatch):
-    from rich.console import Console
-
-    from gradwire.cli.explain import show_verdict
-    from gradwire.recorder.verdict import explain
-
-    write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, size=5)])
-    monkeypatch.setenv("TERM", "xterm")
-    for variables, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        console = Console(force_terminal=True, highlight=False)
-        with console.capture() as captured:
-            show_verdict(console, explain(tmp_path))
-        assert ("\x1b[36m" in captured.get()) == coloured, captured.get()
-
-
 def test_many_ranks_are_told_in_a_few_lines(tmp_path):
     """One line says why torchrun's block names another rank."""
     from rich.console import Console
@@ -167,17 +137,6 @@ def test_many_ranks_are_told_in_a_few_lines(tmp_path):
     assert "ranks 0 to 6 and 8 to 63 wait" in first[2]
     assert rest[0].startswith("  torchrun's block above names rank 0, whose process ended first")
     assert len(rest) <= 10
-
-
-def damage(data: bytes, seed: int) -> bytes:
-    """Return truncated or altered bytes."""
-    draw = random.Random(seed)
-    if seed % 3 == 0:
-        return data[: draw.randrange(len(data))]
-    changed = bytearray(data)
-    for _ in range(draw.randint(1, 5)):
-        changed[draw.randrange(len(data))] = draw.randrange(256)
-    return bytes(changed)
 
 
 def nested() -> list:
@@ -231,30 +190,6 @@ def test_damaged_pickle_allocates_no_memory(tmp_path):
         finally:
             tracemalloc.stop()
         assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
-
-
-def test_other_files_with_numbers_do_not_hide_dumps(tmp_path):
-    whole = [entry(1), entry(2), entry(3, done=False)]
-    write(tmp_path, whole, whole[:2], whole, prefix="rank_")
-    for step in range(4):
-        (tmp_path / f"checkpoint_{step}").write_text("of the program")
-    code, out = explained(tmp_path, "--json")
-    assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
-
-
-@pytest.mark.wide
-def test_damaged_dump_does_not_hide_others(tmp_path):
-    whole = [entry(1), entry(2), entry(3, done=False)]
-    write(tmp_path, whole, whole[:2], whole, whole)
-    good = (tmp_path / "nccl_trace_rank_3").read_bytes()
-    for seed in range(60):
-        (tmp_path / "nccl_trace_rank_3").write_bytes(damage(good, seed))
-        code, out = explained(tmp_path, "--json")
-        verdict = json.loads(out)
-        assert code == 1, out
-        if 3 not in verdict["dumps"]:
-            assert verdict["findings"][0]["ranks"] == [1], out
-            assert "the dumps of rank 3 cannot be read" in verdict["notes"]
 
 
 def test_dumps_and_traces_are_read_without_torch(run, tmp_path):

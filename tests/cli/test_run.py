@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,19 +75,6 @@ def test_options_of_torchrun_gradwire_and_program():
     assert options.training_script_args == ["--backend", "gloo", "--compat"]
 
 
-def test_arguments_after_two_dashes_reach_the_program():
-    line = "--nproc-per-node 2 train.py --elastic -- --nnodes 3 -- x"
-    assert parse_options(line.split()).training_script_args == line.split()[3:]
-
-
-def test_help_lists_options_and_examples(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gradwire", "run"])
-    result = CliRunner().invoke(app, ["run", "--help"])
-    assert result.exit_code == 0
-    for text in ("--rdzv-backend", "--compat", "--recorder DIRECTORY", "examples:", "gradwire run"):
-        assert text in result.stdout
-
-
 def test_missing_autoload_is_reported(monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(ArgumentError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is '0'"):
@@ -117,13 +103,6 @@ def test_invalid_programs_are_rejected_before_start(arguments, message):
     assert "run [OPTIONS] PROGRAM [ARGUMENTS...]\n" in result.output
 
 
-def test_programs_that_python_runs_are_accepted(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "with space").mkdir()
-    for program in (["-"], ["with space"], ["-m", "nosuch"], ["--no-python", "nosuch"]):
-        launch._checked_count(parse_options(["--nproc-per-node", "cpu", *program]))
-
-
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
     """The directory of dumps may also contain checkpoints."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
@@ -136,27 +115,6 @@ def test_only_files_of_an_earlier_run_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == theirs | {"rank_3"}
     with pytest.raises(ArgumentError, match="whose folder does not exist"):
         launch._prepare(tmp_path / "none" / "run.json")
-
-
-RESTARTED = """
-import os, signal, sys, torch
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.wide  # PyTorch is imported six times
-def test_exits_before_a_restart_do_not_affect_the_verdict(command, environment, tmp_path):
-    program, dumps = tmp_path / "train.py", tmp_path / "dumps"
-    program.write_text(RESTARTED)
-    options = ("--max-restarts", "1", "--monitor-interval", "0.05", "--recorder", str(dumps))
-    code, _, err = command(*RUN, *options, str(program)).end()
-    assert code == 0, err
-    assert "exitcode: -9" in err
-    assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
-    assert not list(dumps.glob("exits-*"))
-    code, out, _ = command("-m", "gradwire", "explain", str(dumps)).end()
-    assert (code, out.split()[0]) == (0, "nothing:")
 
 
 class Started:
@@ -189,13 +147,6 @@ def test_exits_before_a_restart_are_removed(tmp_path, monkeypatch):
     group.world_size = 1  # a host was lost
     group.start()
     assert {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1.pt"}
-
-
-def test_ranks_end_without_the_directory_of_dumps(tmp_path, monkeypatch):
-    """The launcher must end a hanging rank even if it cannot write its notes."""
-    group = Started(tmp_path / "gone", monkeypatch)
-    group.agent._pcontext.close("now")
-    assert group.ended == ["now"]
 
 
 @pytest.mark.wide
@@ -272,20 +223,6 @@ def children_of(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.wide
-def test_elastic_members_are_supervised(command, environment, tmp_path):
-    program = tmp_path / "hello.py"
-    program.write_text("import sys; print(f'hello {sys.argv[1]}', flush=True)")
-    dumps = tmp_path / "dumps"
-    dumps.mkdir()
-    (dumps / "rank_5").write_text("of an earlier run")
-    options = ("--elastic", "--nproc-per-node", "2", "--recorder", str(dumps))
-    code, out, _ = command("-m", "gradwire", "run", *options, str(program), "x").end()
-    assert code == 0
-    assert out.count("hello x") == 2
-    assert not (dumps / "rank_5").exists()
-
-
 FAILING = """
 import torch
 from gradwire import elastic
@@ -309,12 +246,3 @@ def test_dumps_of_elastic_members_are_explained(command, environment, tmp_path):
     code, out, _ = command("-m", "gradwire", "explain", str(dumps), "--json").end()
     assert code == 1
     assert "ValueError" in json.loads(out)["findings"][0]["summary"]
-
-
-@pytest.mark.wide
-def test_an_error_before_the_run_reaches_the_supervisor(command, environment, tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text("import torch\nraise ValueError('no data')")
-    code, _, err = command("-m", "gradwire", "run", "--elastic", str(program)).end()
-    assert code == 1
-    assert "gave up after 1 restart: every start ended with ValueError: no data; exit code 1" in err

@@ -76,8 +76,3 @@ def test_code_stays_within_its_budget(package: str) -> None:
     most_code, most_files = BUDGET[package]
     assert code <= most_code
     assert len(files) <= most_files
-
-
-def test_comments_docstrings_and_blank_lines_are_not_counted() -> None:
-    source = '"""Two\nlines."""\n\n# a comment\nx = 1  # another\n"""Of x."""\ny = (\n    x,\n)\n'
-    assert code_lines(source) == 4

@@ -38,15 +38,6 @@ def test_the_oldest_and_the_newest_torch_are_run() -> None:
     assert minors == [int(oldest), NEWEST_TESTED[1]]
 
 
-def test_a_release_is_run_on_macos_and_windows() -> None:
-    release = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
-    jobs = re.split(r"^  (?=\w+:$)", release, flags=re.MULTILINE)
-    (publish,) = (job for job in jobs if job.startswith("publish:"))
-    (elsewhere,) = (job for job in jobs if "tests/portability/test_everywhere.py" in job)
-    assert re.findall(r"(macos|windows)-\d+", elsewhere) == ["macos", "windows"]
-    assert elsewhere.partition(":")[0] in publish
-
-
 TESTS = """
 import pytest
 

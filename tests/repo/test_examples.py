@@ -124,19 +124,3 @@ def test_a_module_s_docstrings_print_what_they_show(name: str) -> None:
     for test in doctest.DocTestFinder().find(importlib.import_module(name)):
         test.globs = KNOWN | test.globs
         run_doctest(test)
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("```python\nassert False\n```", AssertionError),
-        ("```pycon\n>>> 1 + 1\n3\n```", AssertionError),
-        ("```sh\nfalse\n```", subprocess.CalledProcessError),
-    ],
-)
-def test_an_example_that_does_not_hold_fails(
-    tmp_path: Path, text: str, error: type[Exception]
-) -> None:
-    (block,) = blocks("sample", text)
-    with pytest.raises(error):
-        run_block(block, tmp_path, {})

@@ -118,10 +118,6 @@ def test_exported_names_have_docstrings(package: str) -> None:
     assert [name for name in undocumented(package) if name not in fields] == []
 
 
-def test_the_version_is_the_distribution_s() -> None:
-    assert gradwire.__version__ == importlib.metadata.version("gradwire")
-
-
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("has_gil", [False, True])
 def test_what_was_not_tested_warns(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -146,12 +145,6 @@ def test_all_failed_ranks_are_named() -> None:
     assert all(f"--- rank {rank} ---" in str(caught.value) for rank in range(3))
 
 
-def test_an_exception_class_of_a_test_module_is_the_same_class_at_home() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(on_rank(0, lambda: fail(Custom("mine"))))
-    assert isinstance(caught.value.__cause__, Custom)
-
-
 @pytest.mark.parametrize("make", [lambda: NeedsTwo("a", "b"), lambda: ValueError("ab", Stubborn())])
 def test_an_exception_that_cannot_travel_is_described(make: Callable[[], Exception]) -> None:
     with pytest.raises(RankError, match="ab") as caught:
@@ -159,12 +152,6 @@ def test_an_exception_that_cannot_travel_is_described(make: Callable[[], Excepti
     failure = caught.value.failures[1]
     assert type(failure) is DistributedError
     assert type(make()).__name__ in str(failure)
-
-
-def test_a_rank_error_can_itself_be_pickled() -> None:
-    copy = pickle.loads(pickle.dumps(RankError("text", {1: ValueError("x")})))
-    assert str(copy) == "text"
-    assert repr(copy.failures) == "{1: ValueError('x')}"
 
 
 def test_ranks_that_wait_for_a_failed_one_end_soon() -> None:
@@ -194,18 +181,6 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(
         run_ranks(sleeps_for_ever, timeout=50)
     assert list(caught.value.failures) == [1]
     assert "in sleeps_for_ever" in str(caught.value)
-
-
-@pytest.mark.wide
-def test_a_death_quotes_what_the_rank_wrote_last() -> None:
-    def aborts() -> None:
-        print("about to go", file=sys.stderr, flush=True)
-        os.abort()
-
-    with pytest.raises(RankError, match="SIGABRT") as caught:
-        run_ranks(on_rank(0, aborts))
-    assert "about to go" in str(caught.value)
-    assert "in aborts" in str(caught.value)  # from faulthandler
 
 
 @pytest.mark.wide
@@ -288,19 +263,6 @@ def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch
         run_ranks(on_rank(1, spoils_the_end))
 
 
-@pytest.mark.wide
-def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.ranks.FAILURE_SECONDS", 0.3)
-
-    def spoils_the_next_start() -> None:
-        if dist.get_rank() == 1:
-            dist.init_process_group = lambda *_, **__: fail(Custom("no group"))
-
-    run_ranks(spoils_the_next_start)
-    with pytest.raises(RankError, match="rank 1 of 2: Custom: no group"):
-        run_ranks(dist.get_rank)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -342,11 +304,3 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
             DistributedError, match="worker process exited with code 1 at its start"
         ):
             run_ranks(dist.get_rank)
-
-
-@pytest.mark.wide
-def test_a_process_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_pool()
-    monkeypatch.setattr("gradwire.testing.worker.START_SECONDS", 0.01)
-    with pytest.raises(DistributedError, match=r"not ready within 0\.01 s"):
-        run_ranks(dist.get_rank)

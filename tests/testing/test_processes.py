@@ -126,31 +126,6 @@ def test_ctrl_c(start: Start) -> None:
 
 
 @pytest.mark.wide
-def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) -> None:
-    process = start(
-        "try: run_ranks(reporting(lambda: time.sleep(100)))\n"
-        "except KeyboardInterrupt: print(*run_ranks(dist.get_rank), flush=True)"
-    )
-    pids = read_pids(process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=150)
-    assert (out, err) == ("0 1\n", "")
-    wait_until_gone(pids)
-
-
-@pytest.mark.wide
-def test_exit_of_the_main_thread_while_another_is_in_a_call(start: Start) -> None:
-    process = start(
-        "call = lambda: run_ranks(reporting(lambda: time.sleep(100)))\n"
-        "threading.Thread(target=call, daemon=True).start()\n"
-        "sys.stdin.close(); time.sleep(100)"
-    )
-    pids = read_pids(process)
-    process.send_signal(signal.SIGTERM)
-    wait_until_gone(pids)
-
-
-@pytest.mark.wide
 def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None:
     process = start(
         "first = run_ranks(pid)\n"
@@ -166,33 +141,12 @@ def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None
 
 
 @pytest.mark.wide
-def test_a_fork_does_not_keep_the_workers_of_a_dead_parent(start: Start) -> None:
-    process = start(
-        "run_ranks(reporting(lambda: None))\n"
-        "if os.fork() == 0: os.write(1, f'{os.getpid()}\\n'.encode())\n"
-        "time.sleep(100)\n"
-    )
-    *workers, fork = read_pids(process, 3)
-    process.kill()
-    wait_until_gone(workers)
-    os.kill(fork, signal.SIGKILL)
-
-
-@pytest.mark.wide
 def test_the_pool_can_be_closed_and_starts_again() -> None:
     pids = run_ranks(os.getpid)
     close_pool()
     assert not any(map(alive, pids))
     close_pool()
     assert not set(run_ranks(os.getpid)) & set(pids)
-
-
-@pytest.mark.wide
-def test_a_worker_that_died_between_calls_is_replaced() -> None:
-    pids = run_ranks(os.getpid)
-    os.kill(pids[1], signal.SIGKILL)
-    os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # dead, and left for its parent to find
-    assert len(set(run_ranks(os.getpid))) == 2
 
 
 @pytest.mark.wide
