@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
 
-from gradwire._containers import flatten_one_level, leaves, map_tensors, tensors_in
+from gradwire._containers import flatten_one_level, map_tensors, tensors_in
 from gradwire.errors import ArgumentTypeError
 
 
@@ -119,20 +119,6 @@ def test_containers_are_rebuilt(name: str) -> None:
     assert rest(mapped) == rest(value)
     assert [id(t) for t in tensors_in(value)] == [id(t) for t in before]  # not changed
     assert map_tensors(lambda t: t, value) is value
-
-
-def test_a_packed_sequence_moves_without_its_batch_sizes() -> None:
-    moved = map_tensors(lambda t: t.to("meta"), {"x": PACKED})["x"]
-    want = PACKED.to("meta")
-    for name in PACKED._fields:
-        assert getattr(moved, name).device == getattr(want, name).device
-    assert moved.batch_sizes.device.type == "cpu"
-
-
-def test_leaves() -> None:
-    module = torch.nn.ParameterList([X])
-    plain = [torch.Size([1]), module, "text", None, dict, range(2)]
-    assert list(leaves([plain, {"a": (3,)}])) == [*plain, 3]
 
 
 def test_keys_of_registered_types() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -64,14 +63,6 @@ def test_a_collective_that_nobody_waited_for_does_not_hold_up_the_end(monkeypatc
     assert not work.is_completed()
     other.allreduce(torch.ones(4)).wait()
     work.wait()
-
-
-def test_threads_that_find_no_rest_are_left(monkeypatch):
-    looks = ({"1": (True, str(number))} for number in itertools.count())
-    monkeypatch.setattr(_gloo_threads, "_look", lambda: next(looks))
-    monkeypatch.setattr(_gloo_threads, "_LIMIT_SECONDS", 0.02)
-    _gloo_threads.await_gloo_threads()
-    assert next(looks) != {"1": (True, "2")}, "did not look again"
 
 
 def test_a_process_without_gloo_does_not_wait(run):
