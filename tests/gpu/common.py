@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from inspect import signature
 
+import pytest
 import torch
 import torch.distributed as dist
 from ddp.common import in_one_process
@@ -30,6 +33,23 @@ def run(fn, ranks=2, backend="gloo", *, args=(), timeout=60.0, may_die=()):
     return run_ranks(
         _on_device, ranks, backend=backend, args=(fn, args), timeout=timeout, may_die=may_die
     )
+
+
+def on_each(worlds, timeout=60.0):
+    """Run a test on ranks that share the device, once for each number of ranks and backend."""
+
+    def decorate(test):
+        def main(ranks, backend, **given):
+            run(partial(test, **given), ranks, backend, timeout=timeout)
+
+        own = signature(test)
+        worlds_first = [*signature(main).parameters.values()][:2]
+        main.__signature__ = own.replace(parameters=[*worlds_first, *own.parameters.values()])
+        main.__name__, main.__doc__ = test.__name__, test.__doc__
+        main.pytestmark = getattr(test, "pytestmark", [])
+        return pytest.mark.parametrize(("ranks", "backend"), worlds)(main)
+
+    return decorate
 
 
 def _on_device(fn, args):

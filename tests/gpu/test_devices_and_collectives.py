@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.common import DEVICE, ONE, WORLDS, run
+from gpu.common import DEVICE, ONE, WORLDS, on_each, run
 from gradwire import collectives
 from gradwire.ddp import broadcast_coalesced
 
@@ -19,22 +18,18 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_collectives_and_their_adjoints(ranks, backend):
+@on_each(WORLDS)
+def test_collectives_and_their_adjoints():
     """⟨y, f(x)⟩ summed over ranks is ⟨f*(y), x⟩."""
-
-    def main():
-        torch.manual_seed(dist.get_rank())
-        for name, collective in COLLECTIVES.items():
-            x = torch.randn(4, 3, dtype=torch.float64).to(DEVICE).requires_grad_()
-            out = collective(x)
-            y = torch.randn(out.shape, dtype=torch.float64).to(DEVICE)
-            (out * y).sum().backward()
-            sums = torch.stack([(out * y).sum().detach(), (x * x.grad).sum().detach()])
-            dist.all_reduce(sums)
-            torch.testing.assert_close(*sums.cpu().unbind(), msg=name)
-
-    run(main, ranks, backend)
+    torch.manual_seed(dist.get_rank())
+    for name, collective in COLLECTIVES.items():
+        x = torch.randn(4, 3, dtype=torch.float64).to(DEVICE).requires_grad_()
+        out = collective(x)
+        y = torch.randn(out.shape, dtype=torch.float64).to(DEVICE)
+        (out * y).sum().backward()
+        sums = torch.stack([(out * y).sum().detach(), (x * x.grad).sum().detach()])
+        dist.all_reduce(sums)
+        torch.testing.assert_close(*sums.cpu().unbind(), msg=name)
 
 
 def test_broadcast_coalesced():

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from ddp.common import Trap
 
-from gpu.common import EXACT, WORLDS, batch, network, run, train
+from gpu.common import EXACT, WORLDS, batch, network, on_each, run, train
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, PeerLostError
 
@@ -22,21 +22,18 @@ def take_steps(net, steps, *, wrong=False):
 
 
 @pytest.mark.parametrize("hook", [None, "bf16"])
+@on_each([(2, "gloo")], timeout=50)
 def test_an_error_on_one_rank_is_raised_on_all(hook):
     """Noticed long before Gloo's timeout; the next step works."""
-
-    def main():
-        net = DistributedDataParallel(network(), bucket_cap_mb=0.01, broadcast_buffers=False)
-        net.register_comm_hook(None, hook)
-        tolerance = 2e-2 if hook else EXACT
-        train(net, steps=2, tolerance=tolerance)
-        wrong = dist.get_rank() == 1
-        with pytest.raises(ArithmeticError if wrong else PeerFailedError):
-            take_steps(net, 2, wrong=wrong)
-        net.zero_grad()
-        train(net, steps=2, tolerance=tolerance)
-
-    run(main, 2, timeout=50)
+    net = DistributedDataParallel(network(), bucket_cap_mb=0.01, broadcast_buffers=False)
+    net.register_comm_hook(None, hook)
+    tolerance = 2e-2 if hook else EXACT
+    train(net, steps=2, tolerance=tolerance)
+    wrong = dist.get_rank() == 1
+    with pytest.raises(ArithmeticError if wrong else PeerFailedError):
+        take_steps(net, 2, wrong=wrong)
+    net.zero_grad()
+    train(net, steps=2, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -53,14 +50,11 @@ def test_a_rank_dies_in_backward(ranks):
     assert run(main, ranks, may_die=[ranks - 1], timeout=50) == [True] * (ranks - 1) + [None]
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
-def test_a_parameter_without_a_gradient(ranks, backend):
-    def main():
-        net = DistributedDataParallel(network(), broadcast_buffers=False)
-        net(batch(), whole=False).sum().backward()
-        with pytest.raises(Exception, match=r"optional\.weight"):
-            net(batch())
-        net.zero_grad()
-        train(net, steps=2)
-
-    run(main, ranks, backend)
+@on_each(WORLDS[:2])
+def test_a_parameter_without_a_gradient():
+    net = DistributedDataParallel(network(), broadcast_buffers=False)
+    net(batch(), whole=False).sum().backward()
+    with pytest.raises(Exception, match=r"optional\.weight"):
+        net(batch())
+    net.zero_grad()
+    train(net, steps=2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp.common import in_one_process
 from torch import nn
 
-from gpu.common import DEVICE, ON_GPU, ONE, WORLDS, assert_same, batch, plain, run
+from gpu.common import DEVICE, ON_GPU, ONE, WORLDS, assert_same, batch, on_each, plain
 from gradwire.ddp import DistributedDataParallel
 
 SLOW = 20_000_000
@@ -73,39 +73,31 @@ def check(net, program=plain, *, steps=4):
 OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"lazy_bucket_allocation": True}]
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
 @pytest.mark.parametrize("hook", [None, "all_reduce", "bf16"])
-def test_layers_on_several_streams(ranks, backend, hook):
+@on_each(WORLDS[:2])
+def test_layers_on_several_streams(hook):
     """Forward on side streams; autograd runs backward there too."""
-
-    def main():
-        for options in OPTIONS:
-            module = Layers([stream() for _ in range(3)]).to(DEVICE)
-            net = DistributedDataParallel(module, **options)
-            net.register_comm_hook(None, None if hook == "bf16" else hook)
-            check(net)
-
-    run(main, ranks, backend)
+    for options in OPTIONS:
+        module = Layers([stream() for _ in range(3)]).to(DEVICE)
+        net = DistributedDataParallel(module, **options)
+        net.register_comm_hook(None, None if hook == "bf16" else hook)
+        check(net)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
 @pytest.mark.parametrize("cap", [None, 0, 0.01])
-def test_nodes_on_several_streams(ranks, backend, cap):
+@on_each(WORLDS[:2])
+def test_nodes_on_several_streams(cap):
     """Gradients of one bucket are accumulated on several streams, and some of them late."""
-
-    def main():
-        for options in OPTIONS[:2]:  # not with lazy buckets: see docs/design/streams.md
-            module, edges = Layers().to(DEVICE), []
-            for i, p in enumerate(module.parameters()):
-                with stream():
-                    edges.append(torch.autograd.graph.get_gradient_edge(p))  # makes the node
-                if i % 3 == 0:
-                    p.register_hook(late)
-            net = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
-            check(net)
-            del edges
-
-    run(main, ranks, backend)
+    for options in OPTIONS[:2]:  # not with lazy buckets: see docs/design/streams.md
+        module, edges = Layers().to(DEVICE), []
+        for i, p in enumerate(module.parameters()):
+            with stream():
+                edges.append(torch.autograd.graph.get_gradient_edge(p))  # makes the node
+            if i % 3 == 0:
+                p.register_hook(late)
+        net = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
+        check(net)
+        del edges
 
 
 def late(gradient):
@@ -113,93 +105,81 @@ def late(gradient):
     return gradient.clone()
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
-def test_built_on_one_stream_and_trained_on_another(ranks, backend):
-    def main():
-        with (side := stream()):
-            net = DistributedDataParallel(Layers().to(DEVICE))
-        wait(None, side)
-        check(net)
-        other = stream()
-
-        def elsewhere(net, rank, number):
-            wait(other, None)
-            with other:
-                plain(net, rank, number)
-            wait(None, other)
-
-        check(net, elsewhere)
-
-    run(main, ranks, backend)
-
-
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
-def test_results_are_finalized_on_another_stream(ranks, backend):
-    def main():
+@on_each(WORLDS[:2])
+def test_built_on_one_stream_and_trained_on_another():
+    with (side := stream()):
         net = DistributedDataParallel(Layers().to(DEVICE))
-        net.require_manual_backward_finalization = True
-        side = stream()
+    wait(None, side)
+    check(net)
+    other = stream()
 
-        def program(net, rank, number):
-            busy()
+    def elsewhere(net, rank, number):
+        wait(other, None)
+        with other:
             plain(net, rank, number)
-            with side:
-                net.finalize_backward()
-            wait(None, side)
+        wait(None, other)
 
-        check(net, program, steps=3)
+    check(net, elsewhere)
 
-    run(main, ranks, backend)
+
+@on_each(WORLDS[:2])
+def test_results_are_finalized_on_another_stream():
+    net = DistributedDataParallel(Layers().to(DEVICE))
+    net.require_manual_backward_finalization = True
+    side = stream()
+
+    def program(net, rank, number):
+        busy()
+        plain(net, rank, number)
+        with side:
+            net.finalize_backward()
+        wait(None, side)
+
+    check(net, program, steps=3)
 
 
 @pytest.mark.parametrize("hook", ["all_reduce", "bf16"])
+@on_each([(2, "gloo")])
 def test_results_of_hooks_are_read_when_they_have_arrived(hook):
     """The buckets are large enough for a copy between host and device to take a while."""
-
-    def main():
-        module = nn.Linear(2048 if ON_GPU else 64, 2048, bias=False).to(DEVICE)
-        net = DistributedDataParallel(module)
-        net.register_comm_hook(None, hook)
-        x = torch.ones(1, module.in_features).to(DEVICE) * (dist.get_rank() + 1)
-        for _ in range(5):
-            net.zero_grad(set_to_none=True)
-            net(x).sum().backward()
-            got = module.weight.grad.clone()
-            assert (got == 1.5).all(), got.unique()
-
-    run(main, 2)
+    module = nn.Linear(2048 if ON_GPU else 64, 2048, bias=False).to(DEVICE)
+    net = DistributedDataParallel(module)
+    net.register_comm_hook(None, hook)
+    x = torch.ones(1, module.in_features).to(DEVICE) * (dist.get_rank() + 1)
+    for _ in range(5):
+        net.zero_grad(set_to_none=True)
+        net(x).sum().backward()
+        got = module.weight.grad.clone()
+        assert (got == 1.5).all(), got.unique()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
 @pytest.mark.parametrize("wrapper", ["torch", "gradwire"])
+@on_each([(1, ONE)])
 def test_a_step_in_a_cuda_graph(wrapper):
     """As PyTorch documents it for its class: built and warmed up on a side stream."""
-
-    def main():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, WIDE), nn.ReLU(), nn.Linear(WIDE, 4)).to(DEVICE)
-        twin = nn.Sequential(nn.Linear(8, WIDE), nn.ReLU(), nn.Linear(WIDE, 4)).to(DEVICE)
-        twin.load_state_dict(module.state_dict())
-        make = nn.parallel.DistributedDataParallel if wrapper == "torch" else None
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        x = torch.randn(4, 8, device=DEVICE)
-        with torch.cuda.stream(side):
-            net = (make or DistributedDataParallel)(module)
-            for _ in range(11):
-                net.zero_grad(set_to_none=True)
-                net(x).square().mean().backward()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        net.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, WIDE), nn.ReLU(), nn.Linear(WIDE, 4)).to(DEVICE)
+    twin = nn.Sequential(nn.Linear(8, WIDE), nn.ReLU(), nn.Linear(WIDE, 4)).to(DEVICE)
+    twin.load_state_dict(module.state_dict())
+    make = nn.parallel.DistributedDataParallel if wrapper == "torch" else None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    x = torch.randn(4, 8, device=DEVICE)
+    with torch.cuda.stream(side):
+        net = (make or DistributedDataParallel)(module)
+        for _ in range(11):
+            net.zero_grad(set_to_none=True)
             net(x).square().mean().backward()
-        for number in range(3):
-            x.copy_(batch(number))
-            graph.replay()
-            twin.zero_grad()
-            twin(x).square().mean().backward()
-            for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-
-    run(main, 1, ONE)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    net.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        net(x).square().mean().backward()
+    for number in range(3):
+        x.copy_(batch(number))
+        graph.replay()
+        twin.zero_grad()
+        twin(x).square().mean().backward()
+        for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)

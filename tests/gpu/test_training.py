@@ -24,6 +24,7 @@ from gpu.common import (
     assert_same_bits,
     batch,
     network,
+    on_each,
     plain,
     run,
     train,
@@ -53,32 +54,26 @@ def train_with(options):
     train(net)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_gradients_with_each_option(ranks, backend):
-    def main():
-        for name, options in OPTIONS.items():
-            try:
-                train_with(options)
-            except Exception as error:
-                raise AssertionError(f"with option {name}: {error}") from error
-
-    run(main, ranks, backend, timeout=90)
+@on_each(WORLDS, timeout=90)
+def test_gradients_with_each_option():
+    for name, options in OPTIONS.items():
+        try:
+            train_with(options)
+        except Exception as error:
+            raise AssertionError(f"with option {name}: {error}") from error
 
 
 def left_out(net, rank, number):
     net(batch(number, rank), whole=False).square().mean().backward()
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_a_part_that_is_left_out(ranks, backend):
-    def main():
-        for options in ({}, {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.01}):
-            net = DistributedDataParallel(network(), find_unused_parameters=True, **options)
-            train(net, left_out)
-        net = DistributedDataParallel(network(), static_graph=True)
+@on_each(WORLDS)
+def test_a_part_that_is_left_out():
+    for options in ({}, {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.01}):
+        net = DistributedDataParallel(network(), find_unused_parameters=True, **options)
         train(net, left_out)
-
-    run(main, ranks, backend)
+    net = DistributedDataParallel(network(), static_graph=True)
+    train(net, left_out)
 
 
 @pytest.mark.skipif(ON_GPU and not HAS_MIXED_GROUPS, reason="needs PyTorch 2.14")
@@ -105,21 +100,18 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_stock_hooks(ranks, backend):
-    def main():
-        for name, (tolerance, hook) in STOCK.items():
-            net = DistributedDataParallel(network())
-            net.register_comm_hook(None, hook)
-            if tolerance is None:
-                check_lossy(net, name)
-                continue
-            try:
-                train(net, tolerance=tolerance)
-            except AssertionError as error:
-                raise AssertionError(f"hook {name}: {error}") from error
-
-    run(main, ranks, backend, timeout=90)
+@on_each(WORLDS, timeout=90)
+def test_stock_hooks():
+    for name, (tolerance, hook) in STOCK.items():
+        net = DistributedDataParallel(network())
+        net.register_comm_hook(None, hook)
+        if tolerance is None:
+            check_lossy(net, name)
+            continue
+        try:
+            train(net, tolerance=tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"hook {name}: {error}") from error
 
 
 def check_lossy(net, name, program=plain, *, start=0, least=0.3):
@@ -135,33 +127,27 @@ def check_lossy(net, name, program=plain, *, start=0, least=0.3):
     assert_same_bits(got, name)
 
 
+@on_each([(1, ONE)])
 def test_torchs_hooks():
     """On one rank: over Gloo they read results too early, in PyTorch's class too."""
-
-    def main():
-        for name, (tolerance, state, hook) in TORCHS.items():
-            net = DistributedDataParallel(network())
-            given = state and power.PowerSGDState(None, start_powerSGD_iter=2, **state)
-            net.register_comm_hook(given, hook)
-            if tolerance:
-                train(net, tolerance=tolerance)
-            else:
-                check_lossy(net, name, start=3)
-
-    run(main, 1, ONE)
+    for name, (tolerance, state, hook) in TORCHS.items():
+        net = DistributedDataParallel(network())
+        given = state and power.PowerSGDState(None, start_powerSGD_iter=2, **state)
+        net.register_comm_hook(given, hook)
+        if tolerance:
+            train(net, tolerance=tolerance)
+        else:
+            check_lossy(net, name, start=3)
 
 
 # -- programs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS[:2])
-def test_autocast(ranks, backend):
-    def main():
-        net = DistributedDataParallel(network())
-        with torch.autocast(DEVICE, torch.bfloat16):  # the twin runs in it as well
-            check_lossy(net, "autocast", least=0.98)
-
-    run(main, ranks, backend)
+@on_each(WORLDS[:2])
+def test_autocast():
+    net = DistributedDataParallel(network())
+    with torch.autocast(DEVICE, torch.bfloat16):  # the twin runs in it as well
+        check_lossy(net, "autocast", least=0.98)
 
 
 def accumulate(net, rank, number):
@@ -193,49 +179,39 @@ def weigh(net, rank, number):
 PROGRAMS = [accumulate, forward_twice, finalize_by_hand, weigh]
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_programs(ranks, backend):
-    def main():
-        for program in PROGRAMS:
-            # buffers stay with their rank, as in one process
-            train(DistributedDataParallel(network(), broadcast_buffers=False), program, steps=3)
-
-    run(main, ranks, backend, timeout=90)
+@on_each(WORLDS, timeout=90)
+def test_programs():
+    for program in PROGRAMS:
+        # buffers stay with their rank, as in one process
+        train(DistributedDataParallel(network(), broadcast_buffers=False), program, steps=3)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_kept_gradients_do_not_change(ranks, backend):
-    def main():
-        net, kept = DistributedDataParallel(network(), broadcast_buffers=False), []
-        for _ in range(3):
-            train(net, steps=1)
-            kept += [(p.grad, p.grad.clone()) for p in net.parameters()]
-        assert all(torch.equal(g, was) for g, was in kept)
-
-    run(main, ranks, backend)
+@on_each(WORLDS)
+def test_kept_gradients_do_not_change():
+    net, kept = DistributedDataParallel(network(), broadcast_buffers=False), []
+    for _ in range(3):
+        train(net, steps=1)
+        kept += [(p.grad, p.grad.clone()) for p in net.parameters()]
+    assert all(torch.equal(g, was) for g, was in kept)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WORLDS)
-def test_clipped_gradients_and_an_optimizer(ranks, backend):
+@on_each(WORLDS)
+def test_clipped_gradients_and_an_optimizer():
     """They read gradients on the stream of the backward."""
-
-    def main():
-        net = DistributedDataParallel(network(), broadcast_buffers=False)
-        twin = copy.deepcopy(net.module)
-        sides = [(m, torch.optim.AdamW(m.parameters(), foreach=True)) for m in (net, twin)]
-        for number in range(4):
-            expected = in_one_process(plain, twin, number, dist.get_world_size())
-            for p, mean in zip(twin.parameters(), expected, strict=True):
-                p.grad = mean
-            net.zero_grad()
-            plain(net, dist.get_rank(), number)
-            for module, optimizer in sides:
-                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-                optimizer.step()
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-    run(main, ranks, backend)
+    net = DistributedDataParallel(network(), broadcast_buffers=False)
+    twin = copy.deepcopy(net.module)
+    sides = [(m, torch.optim.AdamW(m.parameters(), foreach=True)) for m in (net, twin)]
+    for number in range(4):
+        expected = in_one_process(plain, twin, number, dist.get_world_size())
+        for p, mean in zip(twin.parameters(), expected, strict=True):
+            p.grad = mean
+        net.zero_grad()
+        plain(net, dist.get_rank(), number)
+        for module, optimizer in sides:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -272,49 +248,41 @@ def test_sparse_gradients():
         run(main, ranks, backend)
 
 
+@on_each([(2, "gloo")])
 def test_ranks_run_out_of_input():
-    def main():
-        net = DistributedDataParallel(network(), broadcast_buffers=False)
-        with net.join():
-            for number in range(2 + dist.get_rank()):
-                net.zero_grad()
-                net(batch(number)).square().mean().backward()
-        assert_same_bits(torch.cat([p.detach().flatten() for p in net.parameters()]))
-
-    run(main, 2)
+    net = DistributedDataParallel(network(), broadcast_buffers=False)
+    with net.join():
+        for number in range(2 + dist.get_rank()):
+            net.zero_grad()
+            net(batch(number)).square().mean().backward()
+    assert_same_bits(torch.cat([p.detach().flatten() for p in net.parameters()]))
 
 
+@on_each(WORLDS)
 def test_buffers_are_rank_0s():
-    def main():
-        net = DistributedDataParallel(network())
-        net.module.norm.running_mean += dist.get_rank()
-        net(batch()).sum().backward()
-        net.eval()
-        with torch.no_grad():
-            net(batch())
-        assert_same_bits(net.module.norm.running_mean)
-        assert_same_bits(net.module.norm.num_batches_tracked)
-
-    for ranks, backend in WORLDS:
-        run(main, ranks, backend)
+    net = DistributedDataParallel(network())
+    net.module.norm.running_mean += dist.get_rank()
+    net(batch()).sum().backward()
+    net.eval()
+    with torch.no_grad():
+        net(batch())
+    assert_same_bits(net.module.norm.running_mean)
+    assert_same_bits(net.module.norm.num_batches_tracked)
 
 
+@on_each(WORLDS[:2])
 def test_sync_batch_norm():
-    def main():
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        torch.manual_seed(0)
-        whole = torch.randn(4 * ranks, 3, 5).to(DEVICE).requires_grad_()
-        own = whole.detach().chunk(ranks)[rank].clone().requires_grad_()
-        layer = SyncBatchNorm(3).to(DEVICE)
-        twin = nn.BatchNorm1d(3).to(DEVICE)
-        weights = torch.randn(4 * ranks, 3, 5).to(DEVICE)
-        (layer(own) * weights.chunk(ranks)[rank]).sum().backward()
-        (twin(whole) * weights).sum().backward()
-        torch.testing.assert_close(own.grad, whole.grad.chunk(ranks)[rank], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layer.running_var, twin.running_var, rtol=1e-4, atol=1e-5)
-
-    for ranks, backend in WORLDS[:2]:
-        run(main, ranks, backend)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    whole = torch.randn(4 * ranks, 3, 5).to(DEVICE).requires_grad_()
+    own = whole.detach().chunk(ranks)[rank].clone().requires_grad_()
+    layer = SyncBatchNorm(3).to(DEVICE)
+    twin = nn.BatchNorm1d(3).to(DEVICE)
+    weights = torch.randn(4 * ranks, 3, 5).to(DEVICE)
+    (layer(own) * weights.chunk(ranks)[rank]).sum().backward()
+    (twin(whole) * weights).sum().backward()
+    torch.testing.assert_close(own.grad, whole.grad.chunk(ranks)[rank], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.running_var, twin.running_var, rtol=1e-4, atol=1e-5)
 
 
 def peak_of(wrap):
