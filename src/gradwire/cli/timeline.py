@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def timeline(trace: Path, html: Path | None, as_json: bool) -> None:
     except OSError as error:
         raise click.UsageError(f"cannot write the file: {error}") from error
     if as_json:
-        click.echo(json.dumps(summary.as_dict(), indent=2))
+        click.echo(json.dumps(asdict(summary), indent=2))
     else:
         _show(Console(highlight=False), summary)
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.storage import _dtype_to_storage_type_map
 
 from gradwire._processes import wait_until
 from gradwire._torch import analysed_backend, torchs_flight_records
@@ -29,20 +30,6 @@ _NAMES = {  # names that all versions of the analyzer accept
     "all_to_all_single": "all_to_all",
     "barrier": "all_reduce_barrier",
     "reduce_scatter_single": "_reduce_scatter_base",
-}
-_DTYPES = {
-    torch.bool: "Bool",
-    torch.uint8: "Byte",
-    torch.int8: "Char",
-    torch.int16: "Short",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.float16: "Half",
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.bfloat16: "BFloat16",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
 }
 
 
@@ -128,7 +115,8 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
     if op == "reduce_scatter":
         inputs = _as_one(inputs)
     done = entry[r.ENDED] and entry[r.ERROR] is None
-    dtypes = [_DTYPES.get(entry[r.DTYPE], str(entry[r.DTYPE]))] if entry[r.DTYPE] else []
+    names, dtype = _dtype_to_storage_type_map(), entry[r.DTYPE]
+    dtypes = [names.get(dtype, str(dtype)).removesuffix("Storage")] if dtype else []
     made: Record = {
         "record_id": 0,
         "pg_id": 0,

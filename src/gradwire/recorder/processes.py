@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire._processes import ENDED, namespace, stat_of
+from gradwire._processes import ENDED, namespace, stat_of, wait_until
 from gradwire.recorder.files import PREFIX
 
 _PROC = Path("/proc")
@@ -205,9 +205,7 @@ def await_answers(directory: Path, asked: int, seconds: float = 1.0) -> None:
     """Wait a limited time until the running ranks of this host have written their dumps."""
     # A launcher ends the other ranks when the first one ends, so that one stays until they have
     # answered. Ranks that do not are asked by a signal.
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and _silent(directory, asked):
-        time.sleep(0.02)
+    wait_until(lambda: not _silent(directory, asked), seconds)
     ask_silent_ranks(directory, asked)
 
 

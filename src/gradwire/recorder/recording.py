@@ -171,16 +171,7 @@ class Ring:
         dtype = first[0].dtype if first else None
         entry: Entry = [group, number, op, shapes, results, dtype, *caller(op, 3)]
         entry += perf_counter_ns(), 0, 0, None, None, None, None
-        if not group.named:
-            group.find_name()
-        self.entries.append(entry)  # here and below, since a call of a function is measurable
-        self.recorded += 1
-        if self.file is not None:
-            at = entry[CODE], entry[INSTRUCTION], entry[CREATED]
-            entry[SLOT] = self.file.begin(number, op, *at)
-        if self.listener is not None:
-            self.listener(entry)
-        return entry
+        return self._add(entry)
 
     def begin_again(self, like: Entry, number: int, call: str) -> Entry | None:
         """Record a collective that differs from an earlier one only in number, line and times."""
@@ -191,14 +182,7 @@ class Ring:
         entry[NUMBER], entry[SLOT] = number, None
         entry[CODE], entry[INSTRUCTION] = caller(call, 3)
         entry[CREATED] = perf_counter_ns()
-        self.entries.append(entry)
-        self.recorded += 1
-        if self.file is not None:
-            at = entry[CODE], entry[INSTRUCTION], entry[CREATED]
-            entry[SLOT] = self.file.begin(number, entry[OP], *at)
-        if self.listener is not None:
-            self.listener(entry)
-        return entry
+        return self._add(entry)
 
     def begin_message(
         self,
@@ -212,10 +196,16 @@ class Ring:
             return None
         entry: Entry = [group, 0, op, tensor.shape, tensor.shape, tensor.dtype, *caller(op, 3)]
         entry += perf_counter_ns(), 0, 0, None, None, peer, None
-        if not group.named:
-            group.find_name()
+        return self._add(entry)
+
+    def _add(self, entry: Entry) -> Entry:
+        if not entry[GROUP].named:
+            entry[GROUP].find_name()
         self.entries.append(entry)
         self.recorded += 1
+        if self.file is not None and entry[PEER] is None:
+            at = entry[CODE], entry[INSTRUCTION], entry[CREATED]
+            entry[SLOT] = self.file.begin(entry[NUMBER], entry[OP], *at)
         if self.listener is not None:
             self.listener(entry)
         return entry

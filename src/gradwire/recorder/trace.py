@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -104,10 +104,6 @@ class Summary:
             f"The others waited for rank {slowest.rank} longest: {slowest.waited_for:.0f} ms of "
             f"{total:.0f} ms, summed over ranks and collectives."
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dict that JSON can represent."""
-        return asdict(self)
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -210,51 +206,19 @@ def _buckets(events: Sequence[Slice]) -> tuple[BucketTimes, ...]:
     return tuple(sorted(found, key=lambda bucket: -bucket.waiting))
 
 
-COLOURS = {
-    "between steps": "#e3d3a3",
-    "garbage collection": "#e377c2",
-    "forward": "#7cb5ec",
-    "backward": "#4a7ebb",
-    "exposed communication": "#e4572e",
-    "pack": "#c5b0d5",
-    "send": "#9467bd",
-    "in flight": "#98c379",
-    "waiting": "#f4a259",
-    "all_reduce": "#2a9d8f",
-    "all_gather": "#17607a",
-    "reduce_scatter": "#b5a642",
-    "broadcast": "#7f5539",
-    "all_to_all": "#8f8fc9",
-    "barrier": "#6b6b6b",
-    "other": "#c0c0c0",
-}
-"""Colour of each kind of event."""
-
-
-def kind_of(event: Slice) -> str:
-    """Return the kind of an event, a key of `COLOURS`."""
-    name = str(event["name"])
-    if event["tid"] == WAITS:
-        return "waiting"
-    if event["tid"] == BUCKETS:
-        return name.rpartition(": ")[2]
-    return name if name in COLOURS else next((k for k in COLOURS if name.startswith(k)), "other")
-
-
 def page_of(trace: Mapping[str, Any], title: str) -> str:
     """Return a trace as an HTML page with verdict, table, legend, zoom, and details on hover."""
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    events = []
-    for e in slices:
-        where = [e["pid"], e["tid"], round(e["ts"], 1), round(e["dur"], 1)]
-        events.append([*where, e["name"], e["args"], kind_of(e)])
+    events = [
+        [e["pid"], e["tid"], round(e["ts"], 1), round(e["dur"], 1), e["name"], e["args"]]
+        for e in slices
+    ]
     summary = summarize(trace)
     data = {
         "ranks": trace["otherData"]["ranks"],
         "lanes": LANES,
         "error": summary.clock_error_us,
         "left_out": summary.left_out,
-        "colours": COLOURS,
         "verdict": summary.verdict,
         "table": [HEADINGS, *(rank.row for rank in summary.ranks)],
         "worst": _longest_step(slices),
