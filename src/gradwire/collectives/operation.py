@@ -125,6 +125,22 @@ class Async(_Options):
     async_op: Literal[True]
 
 
+class SyncTo(Sync, total=False):
+    group_dst: int | None
+
+
+class AsyncTo(Async, total=False):
+    group_dst: int | None
+
+
+class SyncFrom(Sync, total=False):
+    group_src: int | None
+
+
+class AsyncFrom(Async, total=False):
+    group_src: int | None
+
+
 def graph_is_needed(x: Tensor) -> bool:
     """Return True if derivatives may be taken with respect to the tensor."""
     return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0

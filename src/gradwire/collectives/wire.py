@@ -52,36 +52,21 @@ class Backend:
     name: str = ""
     # Object to call, if the backend is written in Python.
     python: Any = None
-    # gather, all_gather and scatter accept a different size per rank.
-    gathers_uneven: bool = False
+    # Gathers and scatters take a different size per rank, reduce_scatter is faster than an
+    # all_to_all and a local sum, and averages in half precision do not overflow.
+    complete: bool = False
     # band, bor and bxor are implemented.
     reduces_bitwise: bool = True
     # max and min of floating-point numbers propagate NaN.
     max_keeps_nan: bool = False
-    # True if reduce_scatter is faster than an all_to_all and a local sum.
-    own_reduce_scatter: bool = False
-    # Averages in half precision do not overflow.
-    averages_half: bool = False
     # Large gathers pass through memory that is allocated for each call.
     stages_gathers: bool = False
 
 
 _KNOWN = {
     "gloo": Backend("gloo", stages_gathers=True),
-    "nccl": Backend(
-        "nccl",
-        gathers_uneven=True,
-        reduces_bitwise=False,
-        own_reduce_scatter=True,
-        averages_half=True,
-    ),
-    "shm": Backend(
-        "shm",
-        gathers_uneven=True,
-        max_keeps_nan=True,
-        own_reduce_scatter=True,
-        averages_half=True,
-    ),
+    "nccl": Backend("nccl", complete=True, reduces_bitwise=False),
+    "shm": Backend("shm", complete=True, max_keeps_nan=True),
 }
 # Looked up once for each group and device type. No value may refer to its group, which would then
 # never be freed.
@@ -289,7 +274,7 @@ def all_gather(
         work = call(ALL_GATHER_SINGLE, flat(out), flat(source), opts)
         return Pending((work,), lambda: out, backend.python or group)
     pieces = out.chunk(group.size()) if sizes is None else out.split_with_sizes(sizes)
-    if backend.gathers_uneven:
+    if backend.complete:
         into = [flat(piece) for piece in pieces]
         work = call("allgather", [into], [flat(source)], options(AllgatherOptions, blocking))
         return Pending((work,), lambda: out, backend.python or group)
@@ -320,7 +305,7 @@ def gather(
         return done(out)
     source = dense(x)
     equal = len(set(sizes)) == 1 and not _by_messages(source, group, backend)
-    if not (equal or backend.gathers_uneven):
+    if not (equal or backend.complete):
         send = [x.shape[0] if rank == root else 0 for rank in range(world)]
         received = all_to_all(source, send, sizes if at_root else [0] * world, group, blocking)
         return received if at_root else Pending((), lambda: _after(received, out))
@@ -352,7 +337,7 @@ def scatter(
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x) if at_root else x[:0]
-    if len(set(sizes)) > 1 and not backend.gathers_uneven:
+    if len(set(sizes)) > 1 and not backend.complete:
         receive = [rows if rank == root else 0 for rank in range(world)]
         return all_to_all(source, sizes if at_root else [0] * world, receive, group, blocking)
     pieces = [[flat(piece) for piece in source.split_with_sizes(sizes)]] if at_root else []
@@ -465,7 +450,7 @@ def reduce_scatter(
     if x.numel() == 0:
         return done(empty_rows(x, rows))
     keeps_nan = backend.max_keeps_nan or op not in ("max", "min") or not x.is_floating_point()
-    own = backend.own_reduce_scatter and keeps_nan and _reduces(x, op, backend)
+    own = backend.complete and keeps_nan and _reduces(x, op, backend)
     if sizes is None and own:
         scaled = op == "avg" and not _averages(x, backend)
         source = _scaled(x, world) if scaled else dense(x)
@@ -547,7 +532,7 @@ def _reduction_buffer(
 
 def _averages(x: Tensor, backend: Backend) -> bool:
     """Return True if the backend's own average of the tensor cannot overflow."""
-    return backend.averages_half and wider(x.dtype) is not x.dtype
+    return backend.complete and wider(x.dtype) is not x.dtype
 
 
 def _scaled(x: Tensor, world: int) -> Tensor:

@@ -24,12 +24,14 @@ from gradwire.collectives.consistency import (
     tensor_fields,
 )
 from gradwire.collectives.operation import (
-    Async,
+    AsyncFrom,
+    AsyncTo,
     Handle,
     Operation,
     Peers,
     Plan,
-    Sync,
+    SyncFrom,
+    SyncTo,
     concat,
     divided,
     register_plan,
@@ -88,22 +90,10 @@ class Reduce(ReductionPlan):
 
 
 @overload
-def reduce(
-    x: Tensor,
-    dst: int | None = ...,
-    op: Op = ...,
-    *,
-    group_dst: int | None = ...,
-    **options: Unpack[Sync],
-) -> Tensor: ...
+def reduce(x: Tensor, dst: int | None = ..., op: Op = ..., **options: Unpack[SyncTo]) -> Tensor: ...
 @overload
 def reduce(
-    x: Tensor,
-    dst: int | None = ...,
-    op: Op = ...,
-    *,
-    group_dst: int | None = ...,
-    **options: Unpack[Async],
+    x: Tensor, dst: int | None = ..., op: Op = ..., **options: Unpack[AsyncTo]
 ) -> Handle[Tensor]: ...
 def reduce(
     x: Tensor,
@@ -158,19 +148,11 @@ def reduce(
 
 @overload
 def broadcast(
-    x: Tensor | Sequence[int] | None,
-    src: int | None = ...,
-    *,
-    group_src: int | None = ...,
-    **options: Unpack[Sync],
+    x: Tensor | Sequence[int] | None, src: int | None = ..., **options: Unpack[SyncFrom]
 ) -> Tensor: ...
 @overload
 def broadcast(
-    x: Tensor | Sequence[int] | None,
-    src: int | None = ...,
-    *,
-    group_src: int | None = ...,
-    **options: Unpack[Async],
+    x: Tensor | Sequence[int] | None, src: int | None = ..., **options: Unpack[AsyncFrom]
 ) -> Handle[Tensor]: ...
 def broadcast(
     x: Tensor | Sequence[int] | None,
@@ -317,8 +299,7 @@ def gather(
     *,
     sizes: Sizes = ...,
     stack: bool = ...,
-    group_dst: int | None = ...,
-    **options: Unpack[Sync],
+    **options: Unpack[SyncTo],
 ) -> Tensor: ...
 @overload
 def gather(
@@ -328,8 +309,7 @@ def gather(
     *,
     sizes: Sizes = ...,
     stack: bool = ...,
-    group_dst: int | None = ...,
-    **options: Unpack[Async],
+    **options: Unpack[AsyncTo],
 ) -> Handle[Tensor]: ...
 def gather(
     x: Tensor,
@@ -400,8 +380,7 @@ def scatter(
     *,
     sizes: Sequence[int] | None = ...,
     like: Tensor | None = ...,
-    group_src: int | None = ...,
-    **options: Unpack[Sync],
+    **options: Unpack[SyncFrom],
 ) -> Tensor: ...
 @overload
 def scatter(
@@ -411,8 +390,7 @@ def scatter(
     *,
     sizes: Sequence[int] | None = ...,
     like: Tensor | None = ...,
-    group_src: int | None = ...,
-    **options: Unpack[Async],
+    **options: Unpack[AsyncFrom],
 ) -> Handle[Tensor]: ...
 def scatter(
     xs: Tensor | Sequence[Tensor] | None,
