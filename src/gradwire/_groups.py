@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from gradwire._processes import wait_until
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -200,9 +201,7 @@ def _leak_all() -> None:
     """Keep what is left: the interpreter would destroy it on the main thread while it exits."""
     # Wait up to 2 s for backends that are being destroyed. The process aborts if Python ends a
     # thread that needs the GIL in a destructor.
-    until = time.monotonic() + EXIT_SECONDS
-    while time.monotonic() < until and any(f.peek() is None for f in list(_BACKENDS)):
-        time.sleep(0.001)
+    wait_until(lambda: all(f.peek() for f in list(_BACKENDS)), EXIT_SECONDS, 0.001)
     for finalizer in list(_BACKENDS):
         if (found := finalizer.peek()) is not None:
             _leak(found[2][0])

@@ -24,8 +24,9 @@ from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
 from gradwire._processes import wait_until
 from gradwire.elastic.membership import ports_of
-from gradwire.elastic.runtime import GenerationGroup, _in_thread, form_gloo, wait_for
+from gradwire.elastic.runtime import GenerationGroup, _own_faults, form_gloo, wait_for
 from gradwire.errors import PeerLostError
+from gradwire.shm import in_time
 
 
 def test_sockets_that_another_thread_closes_are_passed_over() -> None:
@@ -69,7 +70,8 @@ def without_collection() -> Iterator[None]:
 def form(found: list[weakref.ref[Held]]) -> None:
     held = Held()
     found.append(weakref.ref(held))
-    _in_thread(lambda: fail(held), lambda: None, lambda: None, lambda late: None)
+    with _own_faults():
+        in_time(lambda: fail(held), 60.0)
 
 
 def collective(found: list[weakref.ref[Held]]) -> None:

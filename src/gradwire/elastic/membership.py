@@ -85,15 +85,6 @@ def ports_of(fd: int) -> tuple[int, ...]:
     return ()
 
 
-def shut_down(connections: dict[int, int]) -> None:
-    """Shut connections down, unless their descriptors have been reused."""
-    now = sockets()
-    for fd, inode in connections.items():
-        if now.get(fd) == inode:
-            with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
-
-
 BEAT_SECONDS = 0.1
 STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
 MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
@@ -141,7 +132,7 @@ class Process(NamedTuple):
     """Process of a member."""
 
     process: str  # identity, from `this_process`
-    listener: str  # name under which other members of its host connect to it
+    shares_memory: bool  # it may use shm, with other members of its host
     host: str | None  # host with its namespaces, that of the network included; None if unknown
 
 
@@ -156,22 +147,21 @@ class Signs(NamedTuple):
 class Membership:
     """View of one member on the keys of its run."""
 
-    def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
+    def __init__(self, store: Store, seconds: float, name: str, shares: bool) -> None:
         self._broken = ""
         own = self._ask(own_connection, store, seconds)
         self.store = PrefixStore(f"gradwire/elastic/{name}", own)
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
-        # the listener's name is "" without shared memory
         host = json.loads(this_process())[0]
-        mine = Process(this_process(), listener, host and f"{host} {namespace('net')}")
+        mine = Process(this_process(), shares, host and f"{host} {namespace('net')}")
         self._require(
             "versions",  # others may round or encode differently
             f"torch {torch.__version__} and gradwire {__version__}",
             "this process has {}, but the run was started with {}: use the same versions, or start "
             "a new run from a checkpoint",
         )
-        if listener:
+        if shares:
             self._require(
                 f"user/{mine.host}",  # members on a host share memory
                 f"user {os.getuid()}",

@@ -1,9 +1,9 @@
 """Carry out the protocol's effects for one member: rendezvous, groups, transfers, commits.
 
-The process groups of generations are apart from torch's default group. On shm, members connect by
-the names of their listeners; on Gloo, through the store. A wait for a member that does not come is
-ended: on shm by a message, on Gloo by shutting down its connections, because Gloo itself waits
-until its timeout.
+The process groups of generations are apart from torch's default group. Members find each other
+through the store. While they wait there, they look for members that are lost or have left. A
+collective that waits for a member is ended: on shm by a message, on Gloo by ending its connections,
+because Gloo itself waits until its timeout.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
-from weakref import WeakSet
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,20 +26,12 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from gradwire._engine_errors import is_transport
 from gradwire._groups import destroy_in_thread, keep_store, values_of_ranks
-from gradwire._processes import Deadline, after_fork, wait_until
+from gradwire._processes import wait_until
 from gradwire.ddp import LOST, FaultDomain, wait_work
 from gradwire.elastic import protocol as p
-from gradwire.elastic.membership import (
-    Membership,
-    Monitor,
-    own_connection,
-    ports_of,
-    shut_down,
-    sockets,
-)
+from gradwire.elastic.membership import Membership, Monitor, own_connection
 from gradwire.elastic.supervisor import report
 from gradwire.errors import (
-    CollectiveTimeoutError,
     DistributedError,
     HookError,
     MismatchError,
@@ -50,19 +41,17 @@ from gradwire.errors import (
     RunOverError,
 )
 from gradwire.shm import (
-    Listener,
     ShmProcessGroup,
-    connect_by_name,
+    connect_all,
+    cut_gloo,
+    in_time,
     is_available,
     join,
-    report_absent,
 )
 
-Result = TypeVar("Result")
 Poll = Callable[[], None]
 """Function that is called while this process waits; raises if the wait has to end."""
 FORM_SECONDS = 10.0
-FORM_POLL_SECONDS = 0.01
 JOIN_POLL_SECONDS = 0.0025
 
 
@@ -142,19 +131,12 @@ class Groups:
 
     def __init__(self, backend: str, seconds: float) -> None:
         self._timeout = timedelta(seconds=seconds)
-        # members of this host connect to it
-        self.listener = Listener() if backend == "shm" and is_available() else None
-        _ALL.add(self)
-
-    def close(self) -> None:
-        """Close the listener, whose name a forked child would otherwise keep alive."""
-        if self.listener is not None:
-            self.listener.close()
+        self.share_memory = backend == "shm" and is_available()
 
     def solo(self) -> GenerationGroup:
         """Return a group of this process alone, for the time before its first generation."""
         store = dist.HashStore()
-        if self.listener is not None:
+        if self.share_memory:
             return self._over_shm({}, 0, 1, store, "solo")
         return GenerationGroup(_gloo(store, 0, 1, self._timeout, "solo"), store, lambda: None)
 
@@ -170,7 +152,7 @@ class Groups:
         store, found = membership.store, [q for q in processes if q is not None]
         if len(found) < len(processes):
             raise PeerLostError("a member died before it wrote its process to the store")
-        generation, hosts = decision.generation, {q.host for q in found}
+        generation, size = decision.generation, len(found)
 
         def poll() -> None:  # raises if the group will not be formed
             if membership.decision(generation + 1) is not None:
@@ -181,20 +163,17 @@ class Groups:
             if gone := monitor.absent(decision.members).gone:
                 raise PeerLostError(f"members {sorted(gone)} are gone")
 
-        def release(late: dict[int, socket.socket]) -> None:
-            for connection in late.values():
+        if len({q.host for q in found}) == 1 and all(q.shares_memory for q in found):
+            own, limit = PrefixStore(f"shm {generation}", store), timedelta(seconds=FORM_SECONDS)
+            with _own_faults():
+                connections, teams = connect_all(
+                    own, rank, size, limit, generation, check=poll, poll=JOIN_POLL_SECONDS
+                )
+            if len(teams) == 1:
+                return self._over_shm(connections, rank, size, store, f"elastic {generation}")
+            for connection in connections.values():
                 connection.close()
-
-        listener, names = self.listener, [q.listener for q in found]
-        if listener is None or len(hosts) > 1 or None in hosts or not all(names):
-            return form_gloo(rank, len(found), generation, store, self._timeout, poll)
-        connections = _in_thread(
-            lambda: connect_by_name(listener, names, rank, generation, Deadline(FORM_SECONDS)),
-            poll,
-            lambda: report_absent(listener, names, generation, rank),
-            release,
-        )
-        return self._over_shm(connections, rank, len(names), store, f"elastic {generation}")
+        return form_gloo(rank, size, generation, store, self._timeout, poll)
 
     def _over_shm(
         self, peers: dict[int, socket.socket], rank: int, size: int, store: Store, name: str
@@ -215,14 +194,14 @@ def form_gloo(
     # all members are about to form the group before Gloo waits, because nothing ends its wait
     own.set(f"here/{rank}", "")
     values_of_ranks(own, "here", size, "join the generation", check=poll, poll=JOIN_POLL_SECONDS)
-    before = sockets()
 
-    def form() -> tuple[ProcessGroup, dict[int, int]]:
-        group = _gloo(own, rank, size, timeout, name)
-        return group, _gloo_sockets(before, own, rank, size)
+    def cut(group: ProcessGroup) -> None:
+        cut_gloo(group._get_backend(torch.device("cpu")), rank, size)
 
-    group, connections = _in_thread(form, poll, lambda: None, lambda late: shut_down(late[1]))
-    return GenerationGroup(group, PrefixStore(name, store), lambda: shut_down(connections))
+    with _own_faults():
+        form = partial(_gloo, own, rank, size, timeout, name)
+        group = in_time(form, FORM_SECONDS, poll, cut)
+    return GenerationGroup(group, PrefixStore(name, store), lambda: cut(group))
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
@@ -242,44 +221,16 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
     return group
 
 
-def _in_thread(
-    form: Callable[[], Result],
-    poll: Poll,
-    end: Callable[[], None],
-    release: Callable[[Result], object],
-) -> Result:
-    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises."""
-
-    def close(late: Future[Result]) -> None:
-        if late.exception() is None:
-            release(late.result())
-
-    future: Future[Result] = Future()
-    threading.Thread(
-        target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
-    ).start()
-    deadline = Deadline(FORM_SECONDS)
+@contextlib.contextmanager
+def _own_faults() -> Iterator[None]:
+    """Raise PeerLostError for an error that is not this process's own."""
     try:
-        while not future.done():
-            wait([future], FORM_POLL_SECONDS)
-            poll()
-            if deadline.over():
-                raise CollectiveTimeoutError(f"not all members connected within {FORM_SECONDS:g} s")
-    except BaseException:
-        future.add_done_callback(close)  # for a result that comes too late
-        end()
-        raise
-    try:
-        return future.result()
+        yield
     except DistributedError:
         raise
     except Exception as error:
         _check_own_fault(error)
         raise PeerLostError(f"the group could not be formed: {error}") from error
-    finally:
-        # the error's traceback refers to this frame: the cycle would keep a connection to the
-        # store open until the next garbage collection
-        del future
 
 
 def _check_own_fault(error: Exception) -> None:
@@ -293,36 +244,6 @@ def _check_own_fault(error: Exception) -> None:
                     opened.enter_context(end)
     except OSError as error:
         raise DistributedError(f"this process cannot open connections: {error}") from error
-
-
-def _run(future: Future[Result], form: Callable[[], Result]) -> None:
-    try:
-        future.set_result(form())
-    except BaseException as error:  # raised in the waiting thread
-        future.set_exception(error)
-        del future  # as above
-
-
-def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
-    """Return the connections of a group that was just formed."""
-    new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
-    ends = {fd: ports for fd in new if (ports := ports_of(fd))}
-    store.set(f"ports/{rank}", " ".join(str(own) for own, _ in ends.values()))
-    texts = store.multi_get([f"ports/{other}" for other in range(size)])
-    known = {int(port) for text in texts for port in text.split()}
-    # only connections to an end of a member: another thread of this process may have opened others
-    return {fd: new[fd] for fd, (_, other) in ends.items() if other in known}
-
-
-_ALL: WeakSet[Groups] = WeakSet()
-
-
-def _close_in_child() -> None:
-    for groups in list(_ALL):
-        groups.close()
-
-
-after_fork(_close_in_child)
 
 
 POLL_SECONDS = 0.002
@@ -340,12 +261,7 @@ class Runtime:
         # is alive but does not come
         self._expect, self._timeout = expect, timeout
         self._groups = Groups(backend, timeout)
-        listener = self._groups.listener
-        try:
-            self.membership = Membership(store, timeout, name, listener.name if listener else "")
-        except BaseException:
-            self._groups.close()
-            raise
+        self.membership = Membership(store, timeout, name, self._groups.share_memory)
         self.monitor = Monitor(self.membership, silence)
         self.member = p.Member(self.membership.number, 0)
         self._failed = False
@@ -429,7 +345,6 @@ class Runtime:
 
     def stop(self) -> None:
         """Leave the run, keeping a group of this process alone."""
-        self._groups.close()
         self.monitor.close()
         if self.member.phase is not p.Phase.DONE:
             with contextlib.suppress(DistributedError):  # the store may be gone

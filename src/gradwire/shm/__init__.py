@@ -2,14 +2,14 @@
 
 from gradwire._torch import warn_if_untested
 from gradwire.shm.engine import Options
+from gradwire.shm.engine import cut_gloo as cut_gloo
+from gradwire.shm.engine import in_time as in_time
 from gradwire.shm.operations import Operations as Operations
 from gradwire.shm.process_group import ShmProcessGroup as ShmProcessGroup
 from gradwire.shm.process_group import join as join
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 from gradwire.shm.register import shm_backend_of as shm_backend_of
-from gradwire.shm.rendezvous import Listener as Listener
-from gradwire.shm.rendezvous import connect_by_name as connect_by_name
-from gradwire.shm.rendezvous import report_absent as report_absent
+from gradwire.shm.rendezvous import connect_all as connect_all
 from gradwire.shm.work import ShmWork as ShmWork
 
 # Names imported as themselves are for other packages of gradwire, and not public.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,12 +31,14 @@ from gradwire.errors import (
     PeerLostError,
 )
 
-T = TypeVar("T")
+Result = TypeVar("Result")
+
 OWN_TAGS = 8
 """Number of tags reserved for collectives; a caller's tag is increased by it on the engine."""
 _LAST_TAG = 2**31 - 1  # of no message
 _FAILED = "failed"
 _STORE_SECONDS = 0.5
+_POLL_SECONDS = 0.01
 _KINDS: dict[str, type[DistributedError]] = {
     kind.__name__: kind for kind in (PeerLostError, PeerFailedError, CollectiveTimeoutError)
 }
@@ -176,12 +179,7 @@ class Transport:
         if not self._is_gloo:
             getattr(engine, "abort", lambda: None)()
             return
-        # Gloo's own `abort` ends no pending message; a receive that times out ends the connection
-        for rank in range(self._size):
-            if rank != self._rank:
-                with contextlib.suppress(RuntimeError):  # the rank has ended
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    engine.recv([nothing], rank, _LAST_TAG).wait(timedelta(milliseconds=1))
+        cut_gloo(engine, self._rank, self._size)
 
     def close(self) -> None:
         """Release the engine; Gloo ends its connections with its last reference."""
@@ -222,22 +220,52 @@ def _with_deadline(opts: Any, deadline: Deadline) -> Any:
     return opts
 
 
-def in_time(call: Callable[[], T], seconds: float) -> T:
+def cut_gloo(backend: Any, rank: int, size: int) -> None:
+    """End all connections of a Gloo backend, and with them all operations on both sides."""
+    # Gloo's own `abort` ends no pending message; a receive that times out ends the connection
+    for other in range(size):
+        if other != rank:
+            with contextlib.suppress(RuntimeError):  # the rank has ended
+                nothing = torch.empty(1, dtype=torch.uint8)
+                backend.recv([nothing], other, _LAST_TAG).wait(timedelta(milliseconds=1))
+
+
+def in_time(
+    call: Callable[[], Result],
+    seconds: float,
+    poll: Callable[[], object] = lambda: None,
+    release: Callable[[Result], object] = lambda late: None,
+) -> Result:
     """Call a function that has no deadline of its own, in a thread."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    # `poll` is called meanwhile, and may raise. Then, and after so many seconds, `release` gets a
+    # result that comes too late.
 
-    def run() -> None:
+    def run(future: Future[Result]) -> None:
         try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
+            future.set_result(call())
+        except BaseException as error:  # raised in the waiting thread
+            future.set_exception(error)
+            del future  # as below
 
-    thread = threading.Thread(target=run, name="gradwire-in-time", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no result after {seconds:g} s")
-    return results[0]
+    def close(late: Future[Result]) -> None:
+        if late.exception() is None:
+            release(late.result())
+
+    future: Future[Result] = Future()
+    name = "gradwire-in-time"
+    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
+    deadline = Deadline(seconds)
+    try:
+        while not wait([future], _POLL_SECONDS).done:
+            poll()
+            if deadline.over():
+                raise TimeoutError(f"no result after {seconds:g} s")
+    except BaseException:
+        future.add_done_callback(close)
+        raise
+    try:
+        return future.result()
+    finally:
+        # an error's traceback refers to this frame: the cycle would keep what the function uses
+        # until the next garbage collection
+        del future

@@ -17,9 +17,10 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from time import sleep
 from typing import Any
@@ -29,7 +30,7 @@ from torch.distributed import PrefixStore, Store
 
 from gradwire._groups import values_of_ranks
 from gradwire._processes import Deadline
-from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PeerLostError
+from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
 
 _JOIN = "join the group"
 _LINGER_S = 2.0  # four times the interval at which ranks look for claims
@@ -114,35 +115,54 @@ class Forming:
 _FAILED = b"failed: "
 
 _GREETING = struct.Struct("<qi")
-"""Identity of the group, and rank or, on failure, ~rank."""
+"""Identity of the group, and rank."""
 _NO_GREETING = None, 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, from SO_PEERCRED
 
 
 def connect_all(
-    store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    identity: int,
+    host: str = "",
+    *,
+    check: Callable[[], None] = lambda: None,
+    poll: float = 0.5,
 ) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
     """Return connections to the other ranks of this team, and all teams, equal on all ranks."""
-    peers: dict[int, socket.socket] = {}
+    # While ranks are missing, `check` is called every `poll` seconds; its exceptions propagate.
+    deadline, peers = Deadline(timeout.total_seconds()), dict[int, socket.socket]()
+    wait = partial(values_of_ranks, store, doing=_JOIN, timeout=timeout, check=check, poll=poll)
     # ranks with another host name count as being on another host
     label = f"/{host}".encode()
     try:
         # an OSError is a system limit that was reached, such as that on open files
-        with Listener() as listener:
-            store.set(f"address/{rank}", listener.name + label.decode())
-            addresses = values_of_ranks(store, "address", rank, _JOIN, timeout=timeout)
-            for lower, address in enumerate(addresses):
-                name, _, of_host = address.partition(b"/")
-                if b"/" + of_host == label and (found := _connect_to(name, identity, rank)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = f"gradwire-{secrets.token_hex(16)}"  # this address ends with the socket
+            listener.bind(f"\0{name}")
+            listener.listen(socket.SOMAXCONN)
+            store.set(f"address/{rank}", name + label.decode())
+            for lower, address in enumerate(wait("address", rank)):
+                theirs, _, of_host = address.partition(b"/")
+                if b"/" + of_host == label and (found := _connect_to(theirs, identity, rank)):
                     peers[lower] = found
             store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
-            answers = values_of_ranks(store, "reached", size, _JOIN, timeout=timeout)
-            teams = find_teams([_reached(*pair) for pair in enumerate(answers)])
+            teams = find_teams([_reached(*pair) for pair in enumerate(wait("reached", size))])
             own = next(team for team in teams if rank in team)
             for lower in peers.keys() - set(own):
                 peers.pop(lower).close()
-            higher = [other for other in own if other > rank]
-            listener.accept(peers, higher, identity, Deadline(timeout.total_seconds()))
+            # the higher ranks have connected before they wrote whom they have reached
+            while not peers.keys() >= {*own} - {rank}:
+                listener.settimeout(_left(deadline))
+                connection, _ = listener.accept()
+                connection.settimeout(_left(deadline))
+                group, other = _greeting(connection) if _same_user(connection) else _NO_GREETING
+                if group == identity and other in own and other not in peers:
+                    peers[other] = connection
+                else:
+                    connection.close()
             return peers, teams
     except BaseException as error:
         for connection in peers.values():
@@ -162,89 +182,6 @@ def _reached(rank: int, answer: bytes) -> list[int]:
         reason = answer.removeprefix(_FAILED).decode(errors="replace")
         raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
     return [] if answer == b"none" else [*map(int, answer.split(b","))]
-
-
-class Listener:
-    """Socket to which other processes of this user on this host connect."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # random; this abstract address ends with the process
-        self.name = f"gradwire-{secrets.token_hex(16)}"
-        try:
-            self._socket.bind(f"\0{self.name}")
-            self._socket.listen(socket.SOMAXCONN)
-        except OSError:
-            self._socket.close()
-            raise
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop accepting connections."""
-        self._socket.close()
-
-    def accept(
-        self,
-        peers: dict[int, socket.socket],
-        ranks: Collection[int],
-        identity: int,
-        deadline: Deadline,
-    ) -> None:
-        """Fill `peers` with connections from these ranks; close those of other groups."""
-        while not peers.keys() >= set(ranks):
-            self._socket.settimeout(_left(deadline))
-            connection, _ = self._socket.accept()
-            connection.settimeout(_left(deadline))
-            theirs, rank = _greeting(connection) if _same_user(connection) else _NO_GREETING
-            if theirs == identity and rank in ranks and rank not in peers:
-                peers[rank] = connection
-                continue
-            connection.close()
-            if theirs == identity and rank < 0:
-                raise PeerFailedError(f"rank {~rank} of the new group could not form it")
-
-
-def connect_by_name(
-    listener: Listener, names: Sequence[str], rank: int, uuid: int, deadline: Deadline
-) -> dict[int, socket.socket]:
-    """Return connections to all other ranks, made by the names of the ranks' listeners."""
-    # `uuid` is equal on all ranks and was never used before
-    identity = identity_of(uuid, list(names))
-    peers: dict[int, socket.socket] = {}
-    try:
-        for lower in range(rank):
-            connection = _connect_to(names[lower].encode(), identity, rank)
-            if connection is None:
-                raise PeerLostError(
-                    f"rank {lower} of the new group has ended, or is on another host"
-                )
-            peers[lower] = connection
-        listener.accept(peers, range(rank + 1, len(names)), identity, deadline)
-    except (PeerLostError, PeerFailedError, TimeoutError) as error:
-        for connection in peers.values():
-            connection.close()
-        for name in names:  # report the failure, so that no rank waits for this one
-            if name != listener.name and (other := _connect_to(name.encode(), identity, ~rank)):
-                other.close()
-        if isinstance(error, TimeoutError):
-            missing = sorted(set(range(len(names))) - set(peers) - {rank})
-            raise CollectiveTimeoutError(
-                f"ranks {missing} of the new group did not answer within {deadline.seconds:g} s"
-            ) from error
-        raise
-    return peers
-
-
-def report_absent(listener: Listener, names: Sequence[str], uuid: int, rank: int) -> None:
-    """End a `connect_by_name` of this process that waits for a rank which will not connect."""
-    identity = identity_of(uuid, list(names))
-    if connection := _connect_to(listener.name.encode(), identity, ~rank):
-        connection.close()
 
 
 def _left(deadline: Deadline) -> float | None:
