@@ -18,20 +18,20 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 
 BUDGET = {  # package: (code lines, files)
-    "": (982, 14),  # modules at the top level
+    "": (981, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1655, 8),
-    "cli": (928, 10),
-    "collectives": (2494, 10),
+    "cli": (927, 10),
+    "collectives": (2466, 10),
     "compat": (850, 6),
     "ddp": (4807, 22),
-    "devices": (1175, 6),
-    "elastic": (2700, 11),
+    "devices": (1150, 6),
+    "elastic": (2629, 11),
     "hooks": (924, 7),
     "local_sgd": (500, 3),
     "optim": (604, 3),
-    "recorder": (3989, 20),
-    "shm": (4597, 22),
+    "recorder": (3936, 20),
+    "shm": (4569, 22),
     "testing": (791, 5),
 }
 NO_CODE = {

@@ -61,9 +61,15 @@ def timeline(trace: Path, html: Path | None, as_json: bool) -> None:
 
 
 def _show(console: Console, summary: Summary) -> None:
+    from gradwire.recorder.trace import HEADINGS
+
+    ranks = _table(*HEADINGS)
+    ranks.padding = (0, int(console.width >= _WIDE))
+    for rank in summary.ranks:
+        ranks.add_row(*rank.row)
     console.print(summary.verdict, style="bold")
     console.print()
-    console.print(_ranks(summary, console.width))
+    console.print(ranks)
     if summary.buckets:
         console.print()
         console.print(_buckets(summary))
@@ -72,21 +78,11 @@ def _show(console: Console, summary: Summary) -> None:
             f"\n[yellow]Truncated[/]: {summary.left_out:,} records at the end are missing, since "
             "each rank keeps its first 200,000."
         )
-    error = summary.clock_error_us
     console.print(
-        f"\nTimes in ms: medians per step, and sums over the run. Clock error: {error:.3g} µs.",
+        "\nTimes in ms: medians per step, and sums over the run. Clock error: "
+        f"{summary.clock_error_us:.3g} µs.",
         style="dim",
     )
-
-
-def _ranks(summary: Summary, width: int) -> Table:
-    from gradwire.recorder.trace import HEADINGS
-
-    table = _table(*HEADINGS)
-    table.padding = (0, int(width >= _WIDE))
-    for rank in summary.ranks:
-        table.add_row(*rank.row)
-    return table
 
 
 def _buckets(summary: Summary) -> Table:

@@ -359,12 +359,9 @@ def reduce_lists(
         return result
 
     def tangent(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if torch._C._are_functorch_transforms_active():  # possibly an outer transform, which
-            # supports these operations only
-            columns = _columns(_split(tangents, n))
-            sums = [reduce(torch.add, [t.to(home) for t in c]) if c else None for c in columns]
-        else:
-            sums = _sums(_split(tangents, n), home)
+        # operations that outer transforms support
+        columns = _columns(_split(tangents, n))
+        sums = [reduce(torch.add, [t.to(home) for t in c]) if c else None for c in columns]
         # The sum of a single tangent is that tangent: clone it, so that in-place ops on one do not
         # affect the other.
         given = {id(t) for t in tangents}

@@ -38,14 +38,9 @@ def copy_into(
         torch.accelerator.current_stream(device).synchronize()
 
 
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a dense or sparse tensor to a device, into new storage."""
-    return copies(tensor, [device])[0]
-
-
 def local(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on a device: the tensor itself if it is there, else a copy."""
-    return tensor if tensor.device == device else copy_to(tensor, device)
+    return tensor if tensor.device == device else copies(tensor, [device])[0]
 
 
 def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
@@ -63,11 +58,16 @@ def _new_on(tensor: Tensor, device: torch.device) -> Tensor:
     return advised(torch.empty_like(tensor, device=device, pin_memory=pinned))
 
 
+def _flat_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return a new flat tensor for tensors of one dtype, and a view for each of them."""
+    size = sum(t.numel() for t in tensors)
+    flat = advised(torch.empty(size, dtype=tensors[0].dtype, device=device))
+    return flat, views(flat, tensors)
+
+
 def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors of one dtype into a flat tensor; return it, and a view for each tensor."""
-    size, first = sum(t.numel() for t in tensors), tensors[0]
-    flat = advised(torch.empty(size, dtype=first.dtype, device=first.device))
-    inside = views(flat, tensors)
+    flat, inside = _flat_for(tensors, tensors[0].device)
     torch._foreach_copy_(inside, list(tensors))
     return flat, inside
 
@@ -242,7 +242,7 @@ def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
     if len(inputs) == 1:
         return local(inputs[0], device)
     if inputs[0].layout != torch.strided:
-        total = copy_to(inputs[0], device)
+        total = copies(inputs[0], [device])[0]
         for other in inputs[1:]:
             total = total + local(other, device)
         return total
@@ -259,9 +259,8 @@ def summed_coalesced(
         return [local(t, device) for t in replicas[0]]
     positions = list(zip(*replicas, strict=True))
     sparse = [all(t.layout != torch.strided for t in tensors) for tensors in positions]
-    firsts = replicas[0]
-    results = list(firsts)
-    for bucket in buckets_of(firsts, sparse, buffer_size):
+    results = list(replicas[0])
+    for bucket in buckets_of(replicas[0], sparse, buffer_size):
         if sparse[bucket[0]]:
             sums = [summed(positions[bucket[0]], device)]
         else:
@@ -278,12 +277,11 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
     for i, tensors in enumerate(replicas):
         if tensors[0].device != device:
             # in one transfer
-            replicas[i] = views(copy_to(packed(tensors)[0], device), tensors)
-    like = replicas[0]
-    size = sum(t.numel() for t in like)
-    flat = advised(torch.empty(size, dtype=like[0].dtype, device=device))
-    results = views(flat, like)
-    for group in _groups(results):
+            replicas[i] = views(local(packed(tensors)[0], device), tensors)
+    _, results = _flat_for(replicas[0], device)
+    # of at most one piece together, to be added in one call; longer ones alone, in pieces
+    long = [result.nbytes > PIECE // 2 for result in results]
+    for group in buckets_of(results, long, PIECE // 2):
         if len(group) == 1:
             sum_into(results[group[0]], [tensors[group[0]] for tensors in replicas])
             continue
@@ -293,18 +291,3 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
             torch._foreach_add_(sums, [tensors[i] for i in group])
     # `.data` gives each view its own version counter.
     return [result.data for result in results]
-
-
-def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield runs of tensors that fit the cache together, to be added in one call."""
-    group: list[int] = []
-    total = 0
-    for i, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if group and total + size > PIECE:
-            yield group
-            group, total = [], 0
-        group.append(i)
-        total += size
-    if group:
-        yield group

@@ -84,9 +84,8 @@ def as_destination(
 
 def default_devices() -> tuple[torch.device, ...]:
     """Return all accelerators of this machine, or the CPU if there are none."""
-    kind = torch.accelerator.current_accelerator()  # the type that torch was built for
-    count = torch.accelerator.device_count()
-    if kind is None or count == 0:
+    kind, count = _accelerators()
+    if kind is None or count == 0:  # torch was built for a type that this machine lacks
         return (torch.device("cpu"),)
     return tuple(torch.device(kind.type, i) for i in range(count))
 
@@ -266,6 +265,7 @@ def _same_place(a: Tensor, b: Tensor) -> bool:
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Return True if two strided tensors of one dtype share memory; False for sparse ones."""
+    # elements of `b` may share memory with each other, as those of `expand` do
     if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
         return False
     if a.layout != torch.strided or b.layout != torch.strided:
@@ -278,17 +278,8 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
         return True
     # The extents overlap, but the elements may be disjoint, as for columns of one matrix.
     mark = torch.zeros((max(a1, b1) - start) // size, dtype=torch.bool)
-    mark.as_strided(*_distinct(b), (b0 - start) // size).fill_(True)
-    return bool(mark.as_strided(*_distinct(a), (a0 - start) // size).any())
-
-
-def _distinct(tensor: Tensor) -> tuple[list[int], tuple[int, ...]]:
-    """Return shape and strides, with size 1 for expanded dims."""
-    shape = [
-        1 if stride == 0 else size
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    return shape, tensor.stride()
+    mark.as_strided(a.shape, a.stride(), (a0 - start) // size).fill_(True)
+    return bool(mark.as_strided(b.shape, b.stride(), (b0 - start) // size).any())
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
