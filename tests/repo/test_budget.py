@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -76,3 +77,9 @@ def test_code_stays_within_its_budget(package: str) -> None:
     most_code, most_files = BUDGET[package]
     assert code <= most_code
     assert len(files) <= most_files
+
+
+def test_the_comparison_tells_the_size() -> None:
+    page = Path(__file__).parents[2] / "docs" / "comparison.md"
+    (told,) = re.findall(r"([\d,]+) lines of code", page.read_text(encoding="utf-8"))
+    assert abs(int(told.replace(",", "")) - sum(code for code, _ in BUDGET.values())) <= 1000
