@@ -461,14 +461,11 @@ class Evidence:
         if self._waited_long(rank, event):
             return True
         for other in self.dumps.world:
-            seen = self.dumps.ranks.get(other)
             if other == rank:
                 continue
-            if seen is not None and not self.dumps.same_clock([rank, other]):
-                return True
-            if seen is None and other not in self.dumps.traces:
-                return True  # nothing is known of it
-            if min(self.fails_at(other), self.ends_at(other)) <= event.time:
+            has_dump = other in self.dumps.ranks
+            known = self.dumps.same_clock([rank, other]) if has_dump else other in self.dumps.traces
+            if not known or min(self.fails_at(other), self.ends_at(other)) <= event.time:
                 return True
         return False
 
@@ -478,10 +475,12 @@ class Evidence:
             call = gap.calls.get(rank)
             if call is None or call.done or call.created > event.time:
                 continue
-            absent = {*gap.missing, *gap.silent}
             dead = {r for r, state in self.states.items() if state in ENDED}
             dead |= {r for r, exit_ in self.dumps.exits.items() if exit_.code}
-            if absent & dead or event.time - call.created > LONG_NS:
+            if not event.raised:  # connections are closed before an end is noted
+                dead |= {r for r, d in self.dumps.ranks.items() if self.ended(r) and not d.events}
+            late = event.time - call.created > LONG_NS
+            if late or not dead.isdisjoint([*gap.missing, *gap.silent]):
                 return True
         return False
 
