@@ -67,11 +67,6 @@ def test_broadcast_copies_to_every_place_but_its_own(places: list[str]) -> None:
     assert len(storages(list(replicas))) == len(places)
 
 
-def test_broadcast_from_a_device_that_is_not_listed() -> None:
-    replicas = broadcast(torch.empty(3), ["meta", "meta"])
-    assert [r.device.type for r in replicas] == ["meta", "meta"]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -141,14 +136,6 @@ def test_coalesced_results_of_every_sort_have_version_counters_of_their_own() ->
         assert [t._version for t in results] == versions
 
 
-def test_results_with_storage_of_their_own() -> None:
-    tensors = [torch.randn(5) for _ in range(4)]
-    replica = broadcast_coalesced(tensors, ["cpu"] * 2, buffer_size=1)[1]
-    sums = reduce_add_coalesced([tensors, tensors], buffer_size=1)
-    assert len(storages([*replica, *sums])) == 8
-    assert all(t.untyped_storage().nbytes() == 20 for t in (*replica, *sums))
-
-
 def test_reduce_add_adds_in_index_order_whatever_the_destination(places: list[str]) -> None:
     size = 3 << 20  # several pieces
     inputs = [torch.randn(size, device=place) * 10**i for i, place in enumerate(places)]
@@ -177,13 +164,6 @@ def test_sums_in_any_number_of_threads(threads: int) -> None:
                 assert torch.equal(reduce_add(column), expected[0])
     finally:
         torch.set_num_threads(before)
-
-
-def test_reduce_add_of_one_input_is_that_input() -> None:
-    x = torch.randn(3)
-    assert reduce_add([x]) is x
-    assert reduce_add([x], "meta").device.type == "meta"
-    assert reduce_add_coalesced([[x]])[0] is x
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex128])

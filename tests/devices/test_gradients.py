@@ -126,15 +126,6 @@ def test_scatter_in_uneven_and_empty_chunks(
     check(lambda t: scatter(t, ["cpu"] * 3, sizes, dim), x)
 
 
-def test_a_chunk_alone_has_a_gradient() -> None:
-    """The other chunks, which nobody used, add zeros."""
-    x = leaf(4, 4)
-    first, _ = scatter(x, ["cpu"] * 2)
-    first.backward(torch.full((2, 4), 2.0, dtype=x.dtype))
-    assert torch.equal(x.grad[:2], torch.full((2, 4), 2.0, dtype=x.dtype))
-    assert not x.grad[2:].any()
-
-
 @pytest.mark.narrow(
     {"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1], "places": FEW}
 )
@@ -152,34 +143,40 @@ def test_gather(places: list[str], dtype: torch.dtype, dim: int, frozen: int | N
     check(lambda *tensors: gather(tensors, dim), *inputs)
 
 
+def channels_last() -> Tensor:
+    x = torch.randn(1, 2, 2, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+def flat(lists: Any) -> tuple[Tensor, ...]:
+    return tuple(t for one in lists for t in one)
+
+
+TWO, THREE, C128 = ["cpu"] * 2, ["cpu"] * 3, torch.complex128
+
+
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
-def test_gather_of_scalars_and_empty_chunks() -> None:
+def test_inputs_of_other_kinds() -> None:
+    """Scalars, empty chunks, conjugated tensors, channels_last, and one given more than once."""
     check(lambda *tensors: gather(tensors), leaf(), leaf())
     check(lambda *tensors: gather(tensors), leaf(0, 2), leaf(3, 2), leaf(0, 2))
     check(lambda *tensors: gather(tensors, -1), leaf(2, 0), leaf(2, 3, grad=False), leaf(2, 1))
-
-
-@pytest.mark.parametrize("dim", [0, -1])
-def test_conjugated_inputs(dim: int) -> None:
-    x, y = leaf(2, 2, dtype=torch.complex128), leaf(2, 2, dtype=torch.complex128)
-    check(lambda a, b: gather([a.conj(), b], dim), x, y)
+    x, y = leaf(2, 2, dtype=C128), leaf(2, 2, dtype=C128)
+    for dim in (0, -1):
+        check(lambda a, b, dim=dim: gather([a.conj(), b], dim), x, y)
     check(lambda a, b: reduce_add([a.conj(), b, b.conj()]), x, y)
-    check(lambda a: broadcast(a.conj(), ["cpu"] * 2), x)
-    check(
-        lambda a, b: tuple(t for r in broadcast_coalesced([a.conj(), b], ["cpu"] * 2) for t in r),
-        x,
-        y,
-    )
-
-
-def test_channels_last_sums_and_copies() -> None:
-    x, y = (
-        leaf(1, 2, 2, 2).detach().to(memory_format=torch.channels_last).requires_grad_()
-        for _ in range(2)
-    )
+    check(lambda a: broadcast(a.conj(), TWO), x)
+    check(lambda a, b: flat(broadcast_coalesced([a.conj(), b], TWO)), x, y)
+    x, y = channels_last(), channels_last()
     check(lambda a, b: reduce_add([a, b, a]), x, y)
-    check(lambda a: broadcast(a, ["cpu"] * 3), x)
+    check(lambda a: broadcast(a, THREE), x)
     check(lambda a, b: tuple(reduce_add_coalesced([[a, b], [b, a]])), x, y)
+    x, y = leaf(3), leaf(3)
+    for k in (1, 2, 3):
+        lists = lambda a, b, k=k: [[a, b], [b, a], [a, a]][:k]  # noqa: E731
+        check(lambda a, b, lists=lists: tuple(reduce_add_coalesced(lists(a, b))), x, y)
+        check(lambda a, b, k=k: flat(broadcast_coalesced([a, b, a], ["cpu"] * k)), x, y)
+    check(lambda a, b: gather([a, b, a]), x, y)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -194,13 +191,6 @@ def test_channels_last_gradients(k: int) -> None:
     check(lambda t: gather(scatter(t, ["cpu"] * k, dim=1), dim=1), x)
 
 
-def test_only_followed_tensors_require_grad() -> None:
-    tensors = [torch.randn(1, 2, requires_grad=r) for r in (True, False, False, True)]
-    for replica in broadcast_coalesced(tensors, ["cpu"] * 2):
-        assert [t.requires_grad for t in replica] == [True, False, False, True]
-    assert broadcast_coalesced(tensors, ["cpu"] * 2)[0][1] is tensors[1]
-
-
 def test_nothing_is_recorded_under_no_grad() -> None:
     x = torch.randn(4, 2, requires_grad=True)
     with torch.no_grad():
@@ -209,13 +199,17 @@ def test_nothing_is_recorded_under_no_grad() -> None:
     assert not any(t.requires_grad for t in results)
 
 
-def test_a_replica_that_was_not_used_adds_nothing() -> None:
-    x = torch.randn(3, requires_grad=True)
-    y = torch.randn(3, requires_grad=True)
-    _, second, third = broadcast_coalesced([x, y], ["cpu"] * 3)
+def test_what_was_not_used_adds_nothing() -> None:
+    x, y, frozen = (torch.randn(3, requires_grad=wanted) for wanted in (True, True, False))
+    first, second, third = broadcast_coalesced([x, y, frozen], THREE)
+    assert first[2] is frozen
+    assert [t.requires_grad for t in third] == [True, True, False]
     (2 * second[0] + 3 * third[0]).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 5.0))
     assert y.grad is None
+    x = torch.randn(4, 2, requires_grad=True)
+    scatter(x, TWO)[0].backward(torch.full((2, 2), 2.0))
+    assert torch.equal(x.grad, torch.tensor([[2.0] * 2] * 2 + [[0.0] * 2] * 2))
 
 
 def test_gradients_are_summed_in_index_order() -> None:
@@ -246,18 +240,6 @@ def test_a_tensor_without_a_tangent_beside_one_with(requires_grad: bool) -> None
         with torch.no_grad():
             totals[1].mul_(2)
         assert torch.equal(fwd.unpack_dual(dual).tangent, tangent)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_a_tensor_that_is_given_more_than_once(k: int) -> None:
-    x, y = leaf(3), leaf(3)
-    check(lambda a, b: tuple(reduce_add_coalesced([[a, b], [b, a], [a, a]][:k])), x, y)
-    check(
-        lambda a, b: tuple(t for r in broadcast_coalesced([a, b, a], ["cpu"] * k) for t in r),
-        x,
-        y,
-    )
-    check(lambda a, b: gather([a, b, a]), x, y)
 
 
 def test_places_have_gradients_of_their_own() -> None:

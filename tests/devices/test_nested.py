@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,25 +11,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from gradwire.devices import gather_nested, register_container, scatter_kwargs, scatter_nested
 from gradwire.errors import ArgumentError, NotSupportedError
-
-Old = namedtuple("Old", ("a", "b"))
-
-
-class New(NamedTuple):
-    a: Any
-    b: Any
-
-
-@dataclass
-class Plain:
-    a: Any
-    b: Any = 3
-    seen: list[int] = field(default_factory=list, init=False)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    a: Any
 
 
 class Pair:
@@ -44,51 +23,6 @@ register_container(Pair, lambda p: (p.left, p.right), lambda _, new: Pair(*new))
 
 def x() -> Tensor:
     return torch.arange(8.0).reshape(4, 2)
-
-
-@pytest.mark.parametrize("kind", [Old, New])
-def test_named_tuples(kind: Any) -> None:
-    for i, part in enumerate(scatter_nested(kind(x(), (x() + 1, "word")), ["cpu"] * 2)):
-        assert type(part) is kind
-        assert torch.equal(part.a, x()[2 * i : 2 * i + 2])
-        assert torch.equal(part.b[0], x()[2 * i : 2 * i + 2] + 1)
-        assert part.b[1] == "word"
-    whole = gather_nested([kind(x(), x()), kind(x(), x())], "cpu")
-    assert type(whole) is kind
-    assert torch.equal(whole.b, torch.cat([x(), x()]))
-
-
-@pytest.mark.parametrize(
-    ("value", "read"),
-    [
-        ([x()], lambda v: v[0]),
-        ((x(), 1), lambda v: v[0]),
-        ({"a": x(), "b": []}, lambda v: v["a"]),
-        (defaultdict(list, a={"b": [x()]}), lambda v: v["a"]["b"][0]),
-        (Plain(x()), lambda v: v.a),
-        (Plain(1, Frozen(x())), lambda v: v.b.a),
-        (Pair(None, x()), lambda v: v.right),
-    ],
-)
-def test_every_container_survives_the_round_trip(value: Any, read: Any) -> None:
-    parts = scatter_nested(value, ["cpu"] * 2)
-    assert len(parts) == 2
-    for i, part in enumerate(parts):
-        assert type(part) is type(value)
-        if isinstance(value, dict):
-            assert list(part) == list(value)
-        assert torch.equal(read(part), x()[2 * i : 2 * i + 2])
-    whole = gather_nested(parts, "cpu")
-    assert type(whole) is type(value)
-    assert torch.equal(read(whole), x())
-    if isinstance(value, defaultdict):
-        assert whole.default_factory is list
-    assert torch.equal(read(value), x())  # as it was
-
-
-def test_dicts_keep_their_order() -> None:
-    whole = gather_nested([OrderedDict(b=x(), a=x()), OrderedDict(a=x(), b=x())], "cpu")
-    assert list(whole) == ["b", "a"]
 
 
 def test_other_values_are_passed_to_every_device_and_returned_as_lists() -> None:
@@ -108,14 +42,6 @@ def test_other_values_are_passed_to_every_device_and_returned_as_lists() -> None
 def test_calls_without_tensors_reach_every_place() -> None:
     assert scatter_kwargs((), {}, ["cpu"] * 2) == (((), ()), ({}, {}))
     assert scatter_kwargs((1,), None, ["cpu"] * 2) == (((1,), (1,)), ({}, {}))
-
-
-def test_gradients_flow_through_containers() -> None:
-    a = x().requires_grad_()
-    parts = scatter_nested({"a": [a]}, ["cpu"] * 2)
-    whole = gather_nested([{"y": p["a"][0] * (i + 1)} for i, p in enumerate(parts)], "cpu")
-    whole["y"].sum().backward()
-    assert torch.equal(a.grad, torch.tensor([[1.0, 1], [1, 1], [2, 2], [2, 2]]))
 
 
 def test_other_dims() -> None:

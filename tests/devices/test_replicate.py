@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,30 +22,6 @@ def test_replicas_have_what_no_version_counter_shows() -> None:
     torch.testing.assert_close(parallel(x), model(x))
 
 
-def test_several_forwards_before_a_backward() -> None:
-    """Their graphs are apart: each can be run backward by itself, or both at once."""
-    linear = nn.Linear(3, 1, bias=False)
-    parallel = DataParallel(linear, ["cpu"] * 2)
-    x, y = torch.randn(4, 3), torch.randn(4, 3)
-    first, second = parallel(x), parallel(y)
-    first.sum().backward()
-    second.sum().backward()
-    torch.testing.assert_close(linear.weight.grad, (x + y).sum(0, keepdim=True))
-    linear.weight.grad = None
-    (parallel(x) + parallel(y)).sum().backward()
-    torch.testing.assert_close(linear.weight.grad, (x + y).sum(0, keepdim=True))
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_replicas_can_be_saved(detach: bool) -> None:
-    replicas = replicate(nn.Linear(8, 8), ["cpu"] * 2, detach)
-    file = io.BytesIO()
-    torch.save(replicas, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded[1].weight, replicas[1].weight)
-
-
 def test_replicas_are_modules_of_the_same_types() -> None:
     inner = nn.Sequential(nn.BatchNorm1d(3))
     net = nn.Sequential(nn.Linear(3, 3), inner, nn.ParameterList([torch.ones(2)]))
@@ -66,10 +40,6 @@ def test_replicas_are_modules_of_the_same_types() -> None:
     assert second[1][0].running_mean is not net[1][0].running_mean
     assert not first[0].weight.requires_grad
     assert first[0].weight.data_ptr() == net[0].weight.data_ptr()
-
-
-def test_replicas_of_modules_without_tensors() -> None:
-    assert len(replicate(nn.ReLU(), CPUS)) == 4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
