@@ -20,9 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire.collectives import all_gather
-from gradwire.local_sgd import LocalSGD
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(150)
@@ -65,48 +63,6 @@ def test_collectives_in_a_loss(wrap: Any, backend: str) -> None:
     loss_over_all(net(data())).backward()
     for gradient in run_ranks(member, 2, backend=backend):
         torch.testing.assert_close(gradient, net.weight.grad)
-
-
-def test_a_hook_for_both_classes() -> None:
-    """PyTorch's class demands its own annotations, which gradwire's accepts."""
-
-    def mean(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer().div_(dist.get_world_size())
-        work = dist.all_reduce(buffer, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    mean.__annotations__ = {
-        "bucket": dist.GradBucket,
-        "return": torch.futures.Future[torch.Tensor],
-    }
-
-    def member(wrap: Any) -> Tensor | None:
-        model = wrap(network())
-        model.register_comm_hook(None, mean)
-        model(data(dist.get_rank())).sum().backward()
-        return next(model.parameters()).grad
-
-    ours, theirs = (
-        run_ranks(member, 2, args=(wrap,))
-        for wrap in (gradwire.DistributedDataParallel, DistributedDataParallel)
-    )
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_local_sgd_of_a_wrapped_module() -> None:
-    def member() -> Tensor:
-        groups = [dist.new_group([rank]) for rank in (0, 1)]
-        model = DistributedDataParallel(network(), process_group=groups[dist.get_rank()])
-        adam = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = LocalSGD(adam, model.module, every=2)
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(data(dist.get_rank())).square().mean().backward()
-            optimizer.step()
-        return model.module.weight.detach()
-
-    first, second = run_ranks(member, 2)
-    assert torch.equal(first, second)
 
 
 PROGRAM = """
