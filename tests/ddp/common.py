@@ -122,6 +122,14 @@ def assert_average(net, twin):
     assert_same(net, twin)
 
 
+def assert_same_on_ranks(tensors):
+    """Raise unless all ranks have the same bits."""
+    own = torch.cat([t.detach().to_dense().flatten().to(torch.complex128) for t in tensors])
+    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, own)
+    assert all(torch.equal(own, other) for other in everyones)
+
+
 class OneProcess(nn.Module):
     """A module as a program sees it that also runs under DistributedDataParallel."""
 

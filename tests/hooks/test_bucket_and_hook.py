@@ -8,26 +8,8 @@ import pytest
 import torch
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
-from gradwire.hooks import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.hooks import CommHook, GradBucket, check_hook, parse_hook_result
 from gradwire.testing import FakeBucket
-
-
-def test_accessors():
-    params = [torch.zeros(2, 2), torch.zeros(())]
-    bucket = GradBucket(3, torch.arange(5.0), params, is_last=False)
-    assert (bucket.index(), bucket.is_last()) == (3, False)
-    assert all(a is b for a, b in zip(bucket.parameters(), params, strict=True))
-    bucket.gradients()[0].mul_(10)
-    assert bucket.buffer().tolist() == [0, 10, 20, 30, 4]
-    with pytest.raises(AttributeError):
-        bucket.anything = 1
-    assert repr(bucket) == "GradBucket(3, 2 parameters, torch.float32, 5 elements)"
-
-
-def test_gradients_keep_dense_strides():
-    param = torch.zeros(1, 2, 2, 2).contiguous(memory_format=torch.channels_last)
-    (gradient,) = GradBucket(0, torch.arange(8.0), [param], is_last=True).gradients()
-    assert gradient.stride() == param.stride()
 
 
 def test_set_buffer_refuses_other_shapes_and_devices():
@@ -64,12 +46,6 @@ def test_strided_and_lazily_conjugated_buffers_are_refused(buffer, message):
         GradBucket(0, buffer, [torch.zeros(4)], is_last=True)
 
 
-def test_a_buffer_of_one_element_is_contiguous_by_any_stride():
-    bucket = FakeBucket(torch.ones(1))
-    bucket.set_buffer(torch.tensor([3.0, 4.0])[::2])
-    assert bucket.gradients() == [torch.tensor([3.0])]
-
-
 def test_a_short_buffer_is_refused():
     with pytest.raises(ArgumentError, match="at least 4"):
         GradBucket(0, torch.zeros(3), [torch.zeros(4)], is_last=True)
@@ -79,14 +55,6 @@ def test_a_sparse_bucket_has_one_gradient():
     sparse = torch.eye(2).to_sparse()
     bucket = GradBucket(0, sparse, [torch.zeros(2, 2)], is_last=True)
     assert bucket.gradients() == [sparse]
-
-
-def test_fake_bucket_takes_parameters():
-    params = [torch.nn.Parameter(torch.zeros(2))]
-    bucket = FakeBucket(torch.ones(2), parameters=params, index=4, is_last=False)
-    assert (bucket.parameters(), bucket.index(), bucket.is_last()) == (params, 4, False)
-    with pytest.raises(ArgumentError, match="gradients"):
-        FakeBucket()
 
 
 class Callable:
@@ -110,16 +78,6 @@ def test_check_hook_refuses_other_objects(hook):
         check_hook(hook)
 
 
-def test_as_future_of_every_return_type():
-    value = torch.ones(2)
-    future = torch.futures.Future()
-    future.set_result(value)
-    bucket = FakeBucket(torch.zeros(2))
-    for returned in (future, value, [value], (value,)):
-        result = as_future(returned, len).wait()
-        assert parse_hook_result(result, bucket, len) is value
-
-
 def test_results_are_flattened_and_copied_only_if_needed():
     bucket = FakeBucket(torch.zeros(4))
     numbers = torch.arange(4.0)
@@ -131,12 +89,6 @@ def test_results_are_flattened_and_copied_only_if_needed():
         result = parse_hook_result(value, bucket, len)
         assert result.stride() == (1,)
         assert torch.equal(result, value.flatten())
-
-
-@pytest.mark.parametrize("returned", [None, 3, "tensor", len])
-def test_invalid_return_values(returned):
-    with pytest.raises(HookError, match="returned"):
-        as_future(returned, len)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import nn
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.hooks import HostGroups
-from gradwire.local_sgd import LocalSGD
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -97,20 +96,6 @@ def test_results_of_another_dtype_in_the_buffers_memory(view):
         assert torch.equal(a, b.half().float())
 
 
-@on_ranks(2)
-def test_results_of_another_dtype_for_a_parameter_used_on_one_rank():
-    def halved(state, bucket):
-        bucket.set_buffer(mean(bucket).half())
-        return bucket.buffer()
-
-    net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
-    net.forward = lambda x: net["ab"[dist.get_rank()]](x).sum()
-    wrapper = DistributedDataParallel(net, find_unused_parameters=True)
-    wrapper.register_comm_hook(None, halved)
-    wrapper(torch.ones(1, 1)).backward()
-    assert [p.grad.item() for p in net.parameters()] == [0.5, 0.5]
-
-
 @pytest.mark.parametrize("lay_out", [*LAID_OUT, conjugated_in_place])
 @on_ranks(2)
 def test_results_between_hosts(lay_out):
@@ -123,17 +108,3 @@ def test_results_between_hosts(lay_out):
     want = gradients(hooks.all_reduce, dtype)
     for a, b in zip(gradients(hook, dtype), want, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@on_ranks(2)
-def test_results_in_local_sgd():
-    after = []
-    for lay_out in (lambda x: x, *LAID_OUT):
-        weight = nn.Parameter(torch.arange(4.0) * dist.get_rank())
-        sgd = torch.optim.SGD([weight], lr=1.0)
-        hook = lambda _, bucket: lay_out(mean(bucket))  # noqa: B023, E731
-        optimizer = LocalSGD(sgd, [("weight", weight)], every=1, hook=hook)
-        (weight * torch.arange(4.0) * dist.get_rank()).sum().backward()
-        optimizer.step()
-        after.append(weight.tolist())
-    assert after == [[0.0, -0.5, -1.0, -1.5]] * len(after)
