@@ -22,7 +22,7 @@ import gradwire.hooks
 from gradwire import compat
 from gradwire.compat.ddp import DistributedDataParallel
 from gradwire.ddp import DistributedDataParallel as Ours
-from gradwire.errors import ArgumentError, BoundEarlyWarning, HookError, ReductionError
+from gradwire.errors import ArgumentError, HookError, ReductionError
 from gradwire.testing import run_ranks
 
 THEIRS = nn.parallel.DistributedDataParallel
@@ -124,40 +124,6 @@ def test_broadcast_coalesced_takes_a_rank_of_the_group() -> None:
 
 
 # -- hooks -----------------------------------------------------------------------------------
-
-
-def gradients_with(hook_name: str | None, side: str, wrapped: bool = False) -> list[float]:
-    """Two steps' gradients with a hook of torch's module, in torch's class or in ours."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3)
-    wrapper = THEIRS if side == "torch" else nn.parallel.DistributedDataParallel
-    model = wrapper(net)
-    if hook_name is not None:
-        hook = getattr(default_hooks, hook_name)
-        model.register_comm_hook(None, hook(default_hooks.allreduce_hook) if wrapped else hook)
-    for step in range(2):
-        model.zero_grad()
-        torch.manual_seed(10 * step + dist.get_rank())
-        model(torch.randn(5, 4)).square().sum().backward()
-    assert net.weight.grad is not None
-    return net.weight.grad.flatten().tolist()
-
-
-@pytest.mark.parametrize(
-    ("hook", "wrapped"),
-    [("allreduce_hook", False), ("fp16_compress_hook", False), ("fp16_compress_wrapper", True)],
-)
-def test_hooks_serve_both_classes(hook: str, wrapped: bool) -> None:
-    def main() -> tuple[list[float], ...]:
-        plain = gradients_with(hook, "torch", wrapped)
-        with compat.installed():
-            return plain, *(gradients_with(hook, s, wrapped) for s in ("torch", "gradwire"))
-
-    for plain, mixed, all_ours in run_ranks(main, 2, backend="gloo"):
-        torch.testing.assert_close(mixed, plain, rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(all_ours, plain, rtol=2e-3, atol=2e-3)
 
 
 def test_hooks_by_pytorchs_registration() -> None:
@@ -419,35 +385,3 @@ def test_replicate_and_state_dicts() -> None:
     for (theirs, _), (ours, keys) in run_ranks(main, 2, backend="gloo"):
         torch.testing.assert_close(ours, theirs)
         assert keys == ["bias", "weight"]
-
-
-def test_a_training_script_written_for_pytorch() -> None:
-    """One class or the other: the same losses."""
-
-    def train() -> list[float]:
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(
-            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for step in range(4):
-            torch.manual_seed(100 * step + dist.get_rank())
-            x = torch.randn(6, 8)
-            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    def main() -> tuple[list[float], list[float]]:
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", BoundEarlyWarning)  # of this very file
-        theirs = train()
-        with compat.installed():
-            return theirs, train()
-
-    for theirs, mine in run_ranks(main, 2, backend="gloo"):
-        torch.testing.assert_close(mine, theirs)

@@ -116,16 +116,6 @@ def test_the_parts_of_data_parallel() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_data_parallel_module() -> None:
-    net, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
-    module = torch.nn.DataParallel(net, device_ids=["cpu"] * 3, output_device="cpu", dim=0)
-    torch.testing.assert_close(module(x), net(x))
-    assert module.device_ids == [torch.device("cpu")] * 3
-    net.weight.data.add_(1)  # no cache is in the way
-    torch.testing.assert_close(module(x), net(x))
-
-
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("device_ids", [None, [0], range(2), ["cuda:0", torch.device("cuda", 1)]])
 def test_data_parallel_without_accelerators_calls_the_module(
     device_ids: Any, monkeypatch: pytest.MonkeyPatch

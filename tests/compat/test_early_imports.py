@@ -47,21 +47,6 @@ def test_later_imports_are_not_named(module: ModuleType, value: object) -> None:
     assert PIECES not in replacements.modules_holding(THEIRS)
 
 
-def test_modules_with_gradwire_objects_are_not_named(module: ModuleType) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", BoundEarlyWarning
-        )  # other test modules import what they compare
-        with compat.installed():
-            module.DDP = torch.nn.parallel.DistributedDataParallel
-            assert PIECES not in replacements.modules_holding(THEIRS)
-
-
-def test_pytorch_and_gradwire_are_not_named() -> None:
-    found = {name.partition(".")[0] for name in replacements.modules_holding(THEIRS)}
-    assert not found & {"torch", "gradwire"}
-
-
 def test_a_long_list_is_cut(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(20):
         other = ModuleType(f"fake_framework.part{i}")

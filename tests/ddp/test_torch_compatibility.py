@@ -31,9 +31,16 @@ class MLP(nn.Module):
         return x
 
 
+class Runs(nn.Linear):
+    """A layer; as Lightning's modules, it may be given a training step to run as its forward."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) if isinstance(x, Tensor) else x(super().forward)
+
+
 def linear() -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(3, 2)
+    return Runs(3, 2)
 
 
 def own_batch(step: int = 0) -> Tensor:
@@ -100,7 +107,25 @@ def pipeline(net: Any) -> None:
         outputs[-1].square().sum().backward()
 
 
-@pytest.mark.parametrize("train", [sync_in_backward, pipeline])
+def manual_optimization(net: Any) -> None:
+    """As Lightning: two forwards and backwards within a forward, each backward prepared for."""
+
+    def training_step(call: Any) -> None:
+        for part in range(2):
+            loss = call(own_batch(part)).square().mean()
+            net.require_forward_param_sync = True
+            net.reducer._rebuild_buckets()
+            net.reducer.prepare_for_backward([])
+            loss.backward()
+        net.require_backward_grad_sync = False
+
+    for _ in range(3):
+        net.zero_grad()
+        net(training_step)
+        net.require_backward_grad_sync = True
+
+
+@pytest.mark.parametrize("train", [sync_in_backward, pipeline, manual_optimization])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 @on_ranks(2, backend="gloo")
 def test_prepare_for_backward(train: Any, find_unused_parameters: bool) -> None:
