@@ -14,7 +14,7 @@ from ddp import naive
 from ddp.common import OneProcess, in_one_process, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.ddp.buckets.packed import PackedBucket
+from gradwire.ddp.buckets.bucket import PackedBucket
 from gradwire.errors import ReductionError
 
 pytestmark = pytest.mark.usefixtures("each_backend")

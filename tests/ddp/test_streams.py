@@ -15,8 +15,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.arguments import ReducerOptions
 from gradwire.ddp.buckets import bucket
 from gradwire.ddp.buckets.assignment import BucketSet
-from gradwire.ddp.buckets.bucket import Bucket
-from gradwire.ddp.buckets.packed import PackedBucket
+from gradwire.ddp.buckets.bucket import Bucket, PackedBucket
 from gradwire.ddp.faults.error_channel import waits_on_cpu
 from gradwire.ddp.reducer import launch
 from gradwire.ddp.reducer.weights import Tally, _usual

@@ -25,7 +25,7 @@ from fuzz.containers import plain, wrapped
 from fuzz.models_plan import VIEW, Plan, Step, build, operations, uses_nothing
 from fuzz.ranks import results_of_ranks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.ddp.buckets import assignment, packed
+from gradwire.ddp.buckets import assignment, bucket
 
 THEIRS = nn.parallel.DistributedDataParallel
 EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
@@ -413,10 +413,10 @@ def _as_if_large(seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
         if seed % 3 == 1:
-            patch(packed, "AT_ONCE_BYTES", 40)
+            patch(bucket, "AT_ONCE_BYTES", 40)
             patch(assignment, "IN_PLACE_BYTES", 100)
         elif seed % 3 == 2:
-            patch(packed, "AT_ONCE_BYTES", 1 << 60)
+            patch(bucket, "AT_ONCE_BYTES", 1 << 60)
             patch(assignment.BucketSet, "_on_cpu", False)
         yield
 

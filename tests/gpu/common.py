@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ddp.common import in_one_process
 from torch import nn
 
-from gradwire.ddp.buckets import packed
 from gradwire.testing import run_ranks
 
 DEVICE = os.environ.get("GRADWIRE_TEST_DEVICE", "cpu")
@@ -55,7 +54,6 @@ def on_each(worlds, timeout=60.0):
 def _on_device(fn, args):
     if ON_GPU:
         torch.cuda.set_device(0)
-    packed.MOVE_BYTES = 32 << 10  # the networks are small
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return fn(*args)
 

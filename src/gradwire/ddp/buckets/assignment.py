@@ -16,9 +16,14 @@ from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.arguments import ReducerOptions
-from gradwire.ddp.buckets.bucket import Bucket, BucketContext, InPlaceBucket, Member, SparseBucket
+from gradwire.ddp.buckets.bucket import (
+    Bucket,
+    BucketContext,
+    InPlaceBucket,
+    PackedBucket,
+    SparseBucket,
+)
 from gradwire.ddp.buckets.ownership import Ownership
-from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.shm import shares_memory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -98,15 +103,12 @@ class BucketSet:
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._new_buckets(order)
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
-        # The gradient of a parameter that is not in `order` is unexpected.
-        # A parameter in no bucket gets a bucket that expects no gradient and is never launched.
-        # Sparse buckets allocate no memory.
-        context = BucketContext(self.group, self.ownership, self.options)
-        members = (self._member(i, 0) for i in range(len(self.parameters)))
-        self.of = [SparseBucket(member, 1.0, context) for member in members]
-        for bucket in self._buckets:
-            for i in bucket.members:
-                self.of[i] = bucket
+        of = {i: bucket for bucket in self._buckets for i in bucket.members}
+        # The gradient of a parameter that is not in `order` is unexpected: it gets a bucket that
+        # expects no gradient and is never launched. Sparse buckets allocate no memory.
+        everyone = range(len(self.parameters))
+        context = self._context({i: 0 for i in everyone if i not in of})
+        self.of = [of.get(i) or SparseBucket(i, 1.0, context) for i in everyone]
         self._interrupted = None
 
     def finish_making(self) -> None:
@@ -119,23 +121,22 @@ class BucketSet:
         as_views = self.options.gradient_as_bucket_view
         old_views = {i: self.parameters[i].grad for i in order} if as_views else {}
         buckets: list[Bucket] = []
-        context = BucketContext(self.group, self.ownership, self.options)
+        context = self._context(self.counts)
         extra_numel = 0 if self._with_hook else self._extra_numel
         scale = 1.0 if self._with_hook else 1.0 / self.group.size()
         carrier = self._carrier(order)
         for indices in self._partition(order):
             packed = []
             for i in indices:
-                member = self._member(i, self.counts.get(i, 1))
                 if i in self._sparse:
-                    buckets.append(SparseBucket(member, scale, context))
+                    buckets.append(SparseBucket(i, scale, context))
                 elif i != carrier and self._travels_alone(i):
                     # Launched before the packed bucket, which may become ready later.
-                    buckets.append(InPlaceBucket(member, scale, context))
+                    buckets.append(InPlaceBucket(i, scale, context))
                 else:
-                    packed.append(member)
+                    packed.append(i)
             if packed:
-                room = extra_numel if packed[0].parameter.dtype in _EXACT else 0
+                room = extra_numel if self.parameters[packed[0]].dtype in _EXACT else 0
                 buckets.append(PackedBucket(packed, scale, context, extra_numel=room))
                 extra_numel -= room
         for i, gradient in old_views.items():  # views of the previous buckets
@@ -143,8 +144,9 @@ class BucketSet:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
-    def _member(self, index: int, count: int) -> Member:
-        return Member(index, self.names[index], self.parameters[index], self._like[index], count)
+    def _context(self, counts: Mapping[int, int]) -> BucketContext:
+        given = self.names, self.parameters, self._like, counts
+        return BucketContext(*given, self.group, self.ownership, self.options)
 
     def _partition(self, order: Sequence[int]) -> list[Sequence[int]]:
         """Return the parameters of each bucket, in launch order."""

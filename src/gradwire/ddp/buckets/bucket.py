@@ -1,4 +1,4 @@
-"""Interface of a bucket, and buckets of one gradient: a large dense one, or a sparse one.
+"""Buckets: of dense gradients that share a buffer, of a large dense gradient, of a sparse one.
 
 In a backward each gradient becomes ready or is marked as unused. When no more gradients are
 expected, the bucket copies them into a flat tensor that is reduced, and copies the result out.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -21,32 +22,27 @@ from gradwire.ddp.arguments import ReducerOptions, inner_tensors
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import SparseSum
+from gradwire.shm import empty
 
 WITH_STREAMS = ("cuda", "xpu")
 """Types of accelerators whose memory and work belong to streams."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """Parameter of a bucket."""
-
-    # of the parameter in the reducer
-    index: int
-    name: str
-    parameter: Parameter
-    # Meta tensor with the strides that the parameter had when it was wrapped, the same on all
-    # ranks. The bucket stores the gradient with these: the parameter's own may change on one rank
-    # alone.
-    like: Tensor
-    # Number of times that the gradient arrives in a backward: more than once in several reentrant
-    # checkpoints, 0 if this rank never uses the parameter.
-    count: int = 1
+AT_ONCE_BYTES = 32 << 10
+"""Minimum size of a large gradient. From this size, three Python calls cost less than more passes
+over memory."""
 
 
 @dataclass(frozen=True)
 class BucketContext:
-    """Group, ownership and options, which all buckets of a reducer share."""
+    """Parameters of a reducer, by index, and what its buckets share."""
 
+    names: Sequence[str]
+    parameters: Sequence[Parameter]
+    # Meta tensors with the strides that the parameters had when they were wrapped, the same on all
+    # ranks. Buckets store gradients with these: a parameter's own may change on one rank alone.
+    like: Sequence[Tensor]
+    # Number of times that each gradient arrives in a backward, by default 1: more in several
+    # reentrant checkpoints, 0 if this rank never uses the parameter.
+    counts: Mapping[int, int]
     # on shm, buffers lie in memory that its ranks share
     group: ProcessGroup
     ownership: Ownership
@@ -64,22 +60,22 @@ class Bucket(ABC):
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[int],
         scale: float,
         context: BucketContext,
-        early: Collection[int],
+        early: Collection[int] = (),
     ) -> None:
-        self.members = tuple(m.index for m in members)
-        self.names = [m.name for m in members]
-        self.parameters = [m.parameter for m in members]
-        self.like = [m.like for m in members]
+        self.members = tuple(members)
+        self.names = [context.names[i] for i in members]
+        self.parameters = [context.parameters[i] for i in members]
+        self.like = [context.like[i] for i in members]
         self._scale, self._ownership = scale, context.ownership
         # members whose gradient is ready in this backward, in order of arrival
         self.ready: list[int] = []
-        self._counts = {m.index: m.count for m in members}
-        self._never = {m.index for m in members if m.count == 0}
-        self._count = sum(m.count for m in members)
-        self._early = early
+        self._counts = {i: context.counts.get(i, 1) for i in members}
+        self._never = {i for i, count in self._counts.items() if count == 0}
+        self._count = sum(self._counts.values())
+        self._early = [i for i in early if self._counts[i] == 1]
         self.reset()
 
     def reset(self) -> None:
@@ -90,15 +86,14 @@ class Bucket(ABC):
         # number of gradient arrivals after which the bucket is ready
         self.expected: float = self._count
         # members for which `copy_in_early` is called when their gradient is ready
-        self.early = self._early
+        self.early: Collection[int] = self._early
         # factor by which gradients are multiplied before the reduction
         self.scale = self._scale
-        self._deferred = self._with_graph = False
+        self._with_graph = False
 
     def defer(self, *, with_graph: bool = False) -> None:
         """Disable early copies in this backward; with a graph, keep the gradients' history."""
-        self.early = ()
-        self._deferred, self._with_graph = True, with_graph
+        self.early, self._with_graph = (), with_graph
 
     def mark_unused(self, members: Iterable[int]) -> None:
         """Mark members that get no gradient in this backward."""
@@ -190,19 +185,27 @@ def record_use(tensor: Tensor | None) -> None:
             inner.record_stream(torch.accelerator.current_stream(inner.device))
 
 
-def dense_gradient(parameter: Parameter) -> Tensor:
-    """Return the parameter's gradient; raise if it is None, sparse or of another dtype."""
-    gradient = parameter.grad
-    dense = gradient is not None and gradient.layout == torch.strided
-    if gradient is not None and dense and gradient.dtype is parameter.dtype:
-        return gradient
+def dense_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
+    """Return the gradients; raise if one is None, sparse or of another dtype than its parameter."""
+    gradients, strided = [p.grad for p in parameters], torch.strided
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if (
+            gradient is None
+            or gradient.layout is not strided
+            or gradient.dtype is not parameter.dtype
+        ):
+            _raise_not_dense(parameter, gradient)
+    return cast(list[Tensor], gradients)
+
+
+def _raise_not_dense(parameter: Parameter, gradient: Tensor | None) -> NoReturn:
     what = f"the gradient of a parameter of shape {tuple(parameter.shape)}"
     if gradient is None:
         raise ReductionError(
             f"{what} was set to None before it was communicated: free gradients after backward; "
             "for an optimizer in backward use torch.distributed.optim._apply_optimizer_in_backward"
         )
-    if not dense:
+    if gradient.layout != torch.strided:
         raise NotSupportedError(
             f"{what} has layout {gradient.layout}, which is supported only for embeddings made "
             "with sparse=True: use dense gradients"
@@ -219,13 +222,160 @@ def with_history(gradient: Tensor, reduced: Tensor) -> Tensor:
         return gradient + (reduced - gradient).detach()
 
 
+class PackedBucket(Bucket):
+    """Bucket of dense gradients of one dtype and device that share a buffer."""
+
+    # On the CPU, a large gradient is copied in and scaled as soon as it is ready, while it is in
+    # the processor's cache. The others are copied in by one call when the bucket is ready. After
+    # the reduction, one call copies all of them out, into their own memory. With
+    # `gradient_as_bucket_view`, gradients become views of the buffer instead.
+
+    def __init__(
+        self, members: Sequence[int], scale: float, context: BucketContext, *, extra_numel: int
+    ) -> None:
+        parameters = context.parameters
+        on_cpu = parameters[members[0]].device.type == "cpu"
+        # the order must be the same on all ranks: it depends on sizes, not on this rank's counts
+        if scale != 1.0:
+            # large ones first, so that one call scales the others
+            members = sorted(members, key=lambda i: parameters[i].nbytes < AT_ONCE_BYTES)
+        # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
+        plain = all(type(parameters[i]) is Parameter for i in members)
+        self._as_views = context.options.gradient_as_bucket_view and plain
+        self._group, self._lazy = context.group, context.options.lazy
+        self.extra_numel = extra_numel
+        self._views: list[Tensor] = []  # empty without a buffer
+        # Positions of large gradients, by parameter index, and of the others. On an H100, copying
+        # 50 large gradients one by one took 3 ms of a step of 55.
+        large = [on_cpu and parameters[i].nbytes >= AT_ONCE_BYTES for i in members]
+        self._large = {m: i for i, m in enumerate(members) if large[i]}
+        self._small = [i for i, is_large in enumerate(large) if not is_large]
+        super().__init__(members, scale, context, early=list(self._large))
+        if not self._lazy:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        count = sum(p.numel() for p in self.parameters) + self.extra_numel
+        if first.device.type == "cpu":
+            self.flat = empty(count, dtype=first.dtype, group=self._group)
+        else:
+            self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        self._views = views(self.flat, self.like)
+        self.extra = self.flat[count - self.extra_numel :]
+
+    def reset(self) -> None:
+        super().reset()
+        # gradients of unused members that are views, from before the reduction
+        self._saved: dict[int, Tensor] = {}
+        if self._lazy and self._views:  # until the next backward, only views keep the buffer
+            self.record_use()
+            del self.flat, self.extra
+            self._views = []
+
+    def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
+        if not self._views:
+            self._allocate()
+        place = self._large[member]
+        (gradient,), view = dense_gradients([self.parameters[place]]), self._views[place]
+        if not self._is_view(place, gradient):
+            torch.mul(gradient, self.scale, out=view)
+            self._set_view(place)
+        elif self.scale != 1.0:
+            view.mul_(self.scale)
+
+    def _is_view(self, place: int, gradient: Tensor) -> bool:
+        return self._as_views and gradient.data_ptr() == self._views[place].data_ptr()
+
+    def _set_view(self, place: int) -> None:
+        if self._as_views and not self._with_graph:
+            self.parameters[place].grad = self._views[place]
+
+    def copy_in(self) -> None:
+        if not self._views:
+            self._allocate()
+        absent = set()
+        for i in self._unused_places():
+            gradient = self.parameters[i].grad
+            if gradient is None:
+                absent.add(i)
+                self._views[i].zero_()
+            elif self._as_views:
+                self._saved[i] = gradient.detach().clone()
+        for member, i in self._large.items():
+            if i not in absent and (member not in self.early or member in self.unused):
+                self.copy_in_early(member, ())
+        places, gradients = self._outside([i for i in self._small if i not in absent])
+        if places:
+            torch._foreach_copy_([self._views[i] for i in places], gradients)
+        if self._as_views:
+            for i in places:
+                self._set_view(i)
+        if self.scale != 1.0 and self._small:
+            # with a scale, they are the last ones
+            start = sum(self.parameters[i].numel() for i in self._large.values())
+            self.flat[start:].mul_(self.scale)
+
+    def _unused_places(self) -> list[int]:
+        return [i for i, m in enumerate(self.members) if m in self.unused] if self.unused else []
+
+    def zero(self) -> None:
+        if self._as_views or not self._views:  # gradients of the last backward may be views
+            self._allocate()
+        self.flat.zero_()
+
+    def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+        flat = self.flat
+        if reduced is not None and (
+            reduced.dtype is not flat.dtype or reduced.data_ptr() != flat.data_ptr()
+        ):
+            of_result, own = (t.untyped_storage().data_ptr() for t in (reduced, flat))
+            # in the same memory, a direct copy would overwrite values before they are read
+            flat.copy_(reduced.clone() if of_result == own else reduced)
+        without = set()  # positions of members that keep their gradient, or get a new one
+        for i in self._unused_places():
+            parameter, view = self.parameters[i], self._views[i]
+            if self.members[i] in untouched:
+                if i in self._saved and parameter.grad is not None:
+                    parameter.grad.copy_(self._saved[i])
+            elif parameter.grad is None:
+                parameter.grad = view if self._as_views else view.clone()
+            else:
+                continue
+            without.add(i)
+        places, gradients = self._outside([i for i in range(len(self.members)) if i not in without])
+        if self._with_graph:
+            for i, old in zip(places, gradients, strict=True):
+                self.parameters[i].grad = with_history(old, self._views[i])
+            return
+        shared = self._ownership.used_elsewhere([self.members[i] for i in places], gradients)
+        for i, is_shared in zip(places, shared, strict=True):
+            if is_shared:
+                self.parameters[i].grad = self._views[i].clone()
+        targets = [g for g, is_shared in zip(gradients, shared, strict=True) if not is_shared]
+        results = [self._views[i] for i, s in zip(places, shared, strict=True) if not s]
+        if flat.is_complex() or any(map(Tensor.is_neg, targets)):
+            for gradient, result in zip(targets, results, strict=True):
+                gradient.copy_(result)  # _foreach_copy_ does not write to lazy conjugates
+        elif targets:
+            torch._foreach_copy_(targets, results)
+
+    def _outside(self, places: list[int]) -> tuple[list[int], list[Tensor]]:
+        """Return the positions, of these, whose gradient is not a view of the buffer, and these."""
+        gradients = dense_gradients([self.parameters[i] for i in places])
+        if not self._as_views:
+            return places, gradients
+        pairs = zip(places, gradients, strict=True)
+        outside = [(i, g) for i, g in pairs if not self._is_view(i, g)]
+        return [i for i, _ in outside], [g for _, g in outside]
+
+
 class InPlaceBucket(Bucket):
     """Bucket of one large dense gradient, reduced in place."""
 
-    def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
-        early = (member.index,) if member.count == 1 else ()
-        super().__init__([member], scale, context, early)
-        self._strides = memory_strides(member.like)
+    def __init__(self, member: int, scale: float, context: BucketContext) -> None:
+        super().__init__([member], scale, context, early=[member])
+        self._strides = memory_strides(self.like[0])
 
     def reset(self) -> None:
         super().reset()
@@ -233,8 +383,7 @@ class InPlaceBucket(Bucket):
         self._copy: Tensor | None = None
 
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
-        parameter = self.parameters[0]
-        gradient = dense_gradient(parameter)
+        (gradient,) = dense_gradients(self.parameters)
         straight = gradient.stride() == self._strides
         if straight and self._ownership.may_write(gradient, incoming):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
@@ -247,8 +396,7 @@ class InPlaceBucket(Bucket):
     def copy_in(self) -> None:
         if self._taken:
             return  # copied in early
-        parameter = self.parameters[0]
-        gradient = parameter.grad if self.unused else dense_gradient(parameter)
+        gradient = self.parameters[0].grad if self.unused else dense_gradients(self.parameters)[0]
         if gradient is None:
             self.zero()
         else:
@@ -279,10 +427,12 @@ class InPlaceBucket(Bucket):
                 parameter.grad = self._copy
             elif self._with_graph:
                 parameter.grad = with_history(parameter.grad, self._copy)
-            elif self._ownership.used_elsewhere([self.members[0]], [dense_gradient(parameter)])[0]:
-                parameter.grad = self._copy
             else:
-                dense_gradient(parameter).copy_(self._copy)
+                gradients = dense_gradients(self.parameters)
+                if self._ownership.used_elsewhere(self.members, gradients)[0]:
+                    parameter.grad = self._copy
+                else:
+                    gradients[0].copy_(self._copy)
         self._copy = None
         del self.flat
 
@@ -290,8 +440,8 @@ class InPlaceBucket(Bucket):
 class SparseBucket(Bucket):
     """Bucket of one sparse gradient; `flat` is the COO tensor itself."""
 
-    def __init__(self, member: Member, scale: float, context: BucketContext) -> None:
-        super().__init__([member], scale, context, early=())
+    def __init__(self, member: int, scale: float, context: BucketContext) -> None:
+        super().__init__([member], scale, context)
         # its messages have the same sizes on all ranks: after an error, all make new buckets
         self.total = SparseSum(context.group)
 
@@ -299,10 +449,7 @@ class SparseBucket(Bucket):
         gradient = self.parameters[0].grad
         if gradient is None:
             if not self.unused:
-                raise ReductionError(
-                    f"the gradient of {self.names[0]} was set to None before it was "
-                    "communicated: free gradients after backward"
-                )
+                _raise_not_dense(self.parameters[0], gradient)
             # this rank takes part with no entries
             self.zero()
             return
