@@ -260,7 +260,7 @@ def test_hook_registration_follows_pytorch() -> None:
                 model.register_comm_hook(None, hook)
         model.register_comm_hook(None, Doubling())
         model = cloudpickle.loads(cloudpickle.dumps(model))  # its hook is of this file
-        assert model._reduced.hook.single_collective
+        assert model.reducer.comm_hook.single_collective
         model(torch.ones(1, 1)).sum().backward()
         assert model.module.weight.grad.item() == 2.0
         with pytest.raises(RuntimeError, match="can only be called once"):

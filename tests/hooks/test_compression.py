@@ -170,7 +170,7 @@ def test_a_resumed_run_continues_bit_for_bit(name):
     assert not same(train(net, range(3, 6)), want)
     again = copy.deepcopy(net)  # with the buckets of the first backward
     train(again, range(1))
-    assert again._reduced.hook.state.step == net._reduced.hook.state.step + 1
+    assert again.reducer.comm_hook.state.step == net.reducer.comm_hook.state.step + 1
 
 
 @pytest.mark.narrow({"name": "int8", "bad": float("inf")})

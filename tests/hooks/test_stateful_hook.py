@@ -139,8 +139,8 @@ def test_the_state_is_saved_rekeyed_and_copied():
     assert net.comm_hook_state_dict()["own"]["memory"].keys() == {0}
     net = made(Halving(dist.group.WORLD))
     other = copy.deepcopy(net)
-    assert other._reduced.hook is not net._reduced.hook
-    assert other._reduced.hook.state is dist.group.WORLD
+    assert other.reducer.comm_hook is not net.reducer.comm_hook
+    assert other.reducer.comm_hook.state is dist.group.WORLD
     assert cloudpickle.loads(cloudpickle.dumps(Halving(dist.group.WORLD))).state is dist.group.WORLD
     assert step(other) == [[1.5, 1.5]]
 

@@ -83,8 +83,8 @@ class Model:
     def hooked(self) -> bool:
         """True if the program's own hook replaces the mean of gradients."""
         wrapper = self.wrapper
-        ours = getattr(wrapper, "_reduced", None)
-        return bool(getattr(wrapper, "_comm_hooks", None) or getattr(ours, "hook", None))
+        ours = getattr(wrapper, "reducer", None)
+        return bool(getattr(wrapper, "_comm_hooks", None) or getattr(ours, "comm_hook", None))
 
 
 class Training:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +37,6 @@ from gradwire.compat.replacements import (
     unfinished_reduction,
     with_phrase,
 )
-from gradwire.ddp import WeakHook
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 
 BROADCAST_BYTES = 250 << 20
@@ -73,7 +73,6 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self.broadcast_bucket_size = BROADCAST_BYTES
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._error = ""
-        self._reword_errors()
 
     @property
     def weight(self) -> None:  # type: ignore[override]
@@ -144,7 +143,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             RefusedError: A hook is already registered, or this hook's annotations are wrong.
         """
         try:
-            if hook is not None and self._reduced.hook is not None:
+            if hook is not None and self.reducer.comm_hook is not None:
                 raise RefusedError(
                     "a hook is already registered: remove it with register_comm_hook(None, None) "
                     "(PyTorch's message: register_comm_hook or register_builtin_comm_hook can only "
@@ -199,8 +198,8 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             self._error = "_set_static_graph() should be called before training loop starts"
             raise ReductionError(self._error)
         self.static_graph = True
-        self._reduced.set_options(static_graph=True)
-        self._reduced.make_reducer()
+        self._options = replace(self._options, static_graph=True)
+        self._make_reducer(self.reducer.comm_hook)
 
     def _remove_autograd_hooks(self) -> None:
         """Stop reducing gradients."""
@@ -241,14 +240,6 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             reworded = unfinished_reduction(error, rank, names, static=self.static_graph)
             self._error = str(reworded)
             raise reworded from error
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reword_errors()
-
-    def _reword_errors(self) -> None:
-        # a weak reference, so that the reducer does not keep the module alive
-        self._reduced.reword_unexpected(WeakHook(self._unexpected_gradient))
 
     def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
         phrase = CHANGED if self.static_graph else READY_TWICE

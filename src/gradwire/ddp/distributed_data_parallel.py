@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Self, cast
 from weakref import WeakMethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 
 from gradwire._containers import map_tensors, tensors_in
+from gradwire._groups import check_group, message_device
 from gradwire._scope import in_transform, runs_outside_contexts
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
+    ParameterCheck,
     ReducerOptions,
+    WeakHook,
     check_interval,
     check_module,
     resolve_caps,
     resolve_delayed,
     resolve_device,
     resolve_group,
+    sparse_names,
 )
-from gradwire.ddp.broadcast import BufferHook, Buffers
+from gradwire.ddp.broadcast import BufferHook, Buffers, broadcast_values
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.reduced_module import (
-    ReducedModule,
+from gradwire.ddp.join import (
     StepInfo,
     UnevenInputs,
     UnevenJoin,
     agree_on_rank,
-    load_state,
-    save_state,
+    all_reduce_small,
 )
 from gradwire.ddp.reducer.reducer import (
     LoggingData,
@@ -43,12 +49,47 @@ from gradwire.ddp.reducer.reducer import (
     beginnings,
     with_own_nodes,
 )
-from gradwire.errors import NotSupportedError, ReductionError
-from gradwire.hooks import CommHook, StatefulHook
+from gradwire.ddp.verify import Replicas, describe, verify_same
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotSavedWarning,
+    NotSupportedError,
+    ReductionError,
+)
+from gradwire.hooks import CommHook, StatefulHook, get_hook, group_from, name_if_group
 
 SMALLEST_PIECE_BYTES = 1 << 20
+REPLICAS_CHECKED_EVERY = 100
+NOT_PICKLED = ("_named", "reducer", "_parameter_check", "_replicas", "_uneven")
+"""Attributes recreated for the parameters of a copy."""
 _running: list[nn.Module] = []
 """Wrappers whose forward is running, in any thread."""
+
+
+def save_state(state: Any) -> dict[str, Any]:
+    """Return the result of the `state_dict` of a hook's state; empty if there is no state."""
+    if callable(getattr(state, "state_dict", None)):
+        return {"own": state.state_dict()}
+    if state is not None and not isinstance(state, ProcessGroup):
+        warnings.warn(
+            f"the communication hook's state, a {type(state).__name__}, is not saved: define "
+            "state_dict and load_state_dict on it, or save the object itself",
+            NotSavedWarning,
+            stacklevel=3,
+        )
+    return {}
+
+
+def load_state(state: Any, saved: Mapping[str, Any]) -> None:
+    """Load the result of `save_state`."""
+    if saved and not callable(getattr(state, "load_state_dict", None)):
+        raise ArgumentError(
+            f"the communication hook's state is {state!r}, which cannot load the saved one: "
+            "register the same hook first"
+        )
+    if saved:
+        state.load_state_dict(saved["own"])
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -134,6 +175,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         [[[1.5, 15.0]], [[1.5, 15.0]]]
     """
 
+    # communicates the gradients; a copy of the module has its own
+    reducer: Reducer
+
     @runs_outside_contexts
     def __init__(
         self,
@@ -193,22 +237,67 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_bytes_cap = max(SMALLEST_PIECE_BYTES, (options.caps or [BUCKET_BYTES])[-1])
         self._buffers_synced = Buffers(module, ignored)
         self._uneven: UnevenInputs | None = None
-        agreed = {"broadcast_buffers": self.broadcast_buffers, "check_replicas": check_replicas}
-        agreed["sync_buffers_in_eval"] = sync_buffers_in_eval
-        every = check_interval(check_replicas)
-        self._reduced = ReducedModule(module, group, ignored, options, every, agreed)
-        self._reduced.around = WeakMethod(self._prepare_around)
+        self._group, self._options = group, options
+        self._check_replicas = check_interval(check_replicas)
         if init_sync:
             at_start = self.broadcast_buffers or forward_sync_buffers is not None
             buffers = self._buffers_synced.named() if at_start else {}
-            self._reduced.take_values_of_rank_0(named, buffers)
+            self._take_values_of_rank_0(named, buffers)
             FaultDomain.of(group).connect()
-        self._reduced.make_reducer()
+        self._make_reducer()
 
-    @property
-    def reducer(self) -> Reducer:
-        """Reducer, which communicates the gradients."""
-        return self._reduced.reducer
+    @runs_outside_contexts
+    def _make_reducer(self, hook: StatefulHook[Any] | None = None) -> None:
+        """Create a reducer for the current parameters, with a communication hook."""
+        ignored = self.parameters_to_ignore
+        self._named = named = check_module(self.module, ignored)
+        reduced = [(n, p) for n, p in named if p.requires_grad]
+        self._parameter_check = ParameterCheck(self.module, named, ignored)
+        kind, sparse = type(self.module).__name__, sparse_names(self.module)
+        options = replace(self._options, sparse=sparse, module=kind)
+        if "reducer" in self.__dict__:  # a parameter has one reducer
+            self.reducer.close()
+        self.reducer = Reducer(reduced, self._group, options)
+        self.reducer.reword = WeakHook(self._unexpected_gradient)
+        self.reducer.prepare_around = WeakMethod(self._prepare_around)
+        self._replicas = Replicas(named, self.reducer)
+        if hook is not None:
+            self.reducer.register_comm_hook(None, hook)
+        self._set_replica_interval()
+
+    def _set_replica_interval(self) -> None:
+        every = self._check_replicas
+        if every is None:  # only if all ranks are known to receive the same gradients
+            hook, state = self.reducer.comm_hook, self.reducer.hook_state
+            known = hook is None or hook.averages
+            other = getattr(state, "process_group", state)
+            elsewhere = isinstance(other, ProcessGroup) and other is not self._group
+            every = REPLICAS_CHECKED_EVERY if known and not elsewhere else 0
+        self._replicas.every = every
+
+    def _take_values_of_rank_0(
+        self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Verify that the ranks' models and arguments match, and take rank 0's values."""
+        FaultDomain.of(self._group).before_others()
+        options = self._options
+        given = {
+            "broadcast_buffers": self.broadcast_buffers,
+            "check_replicas": self._check_replicas,
+            "sync_buffers_in_eval": self.sync_buffers_in_eval,
+            "find_unused_parameters": options.find_unused_parameters,
+            "static_graph": options.static_graph,
+            "skip_all_reduce_unused_params": options.skip_unused,
+            "delay_all_reduce_named_params": sorted(options.delayed),
+        }
+        arguments = [(name, f"an argument, {value!r}") for name, value in given.items()]
+        both = describe(named, "parameter") + describe(buffers.items(), "buffer")
+        verify_same(self._group, arguments + both)
+        broadcast_values(self._group, [*named, *buffers.items()])
+
+    def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
+        """Return the error to raise on every rank for an unexpected gradient."""
+        return error
 
     @compile_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -221,7 +310,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
-        reducer = self._reduced.reducer
+        reducer = self.reducer
         if in_transform() and not self._join_config.enable:
             reducer.begin_forward()
             return self._call(inputs, kwargs)  # its result usually has no backward
@@ -253,36 +342,43 @@ class DistributedDataParallel(nn.Module, Joinable):
     @runs_outside_contexts
     def _before(self, syncing: bool) -> int:
         """Communicate before a forward; return autograd's sequence number at its beginning."""
-        reduced, buffers, training = self._reduced, self._buffers_synced, torch.is_grad_enabled()
+        reducer, buffers, training = self.reducer, self._buffers_synced, torch.is_grad_enabled()
         uneven = self._uneven if self._join_config.enable else None
         step = None
         if training:
-            reduced.begin_forward(reduces=syncing)
+            reducer.begin_forward()
+            self._replicas.note(changes=not syncing)
         sends_buffers = self.broadcast_buffers and self.require_forward_param_sync
         sends_buffers = sends_buffers and (training or self.sync_buffers_in_eval)
         sends_buffers = sends_buffers and not buffers.after_forward and bool(buffers)
         if syncing:
-            reduced.recover()  # raises errors of other ranks before the ranks communicate
+            self._recover()  # raises errors of other ranks before the ranks communicate
         elif uneven is not None or sends_buffers:
-            FaultDomain.of(reduced.group).before_others()
+            FaultDomain.of(self._group).before_others()
         if uneven is not None:
-            reduced.reducer.check_over()
+            reducer.check_over()
             Join.notify_join_context(self)
             merges = syncing and self._merges_buffers()
             step = uneven.next_step(StepInfo(1, syncing, sends_buffers, merges))
         # before `prepare`, which may send, too: a rank in a forward without gradients sends only
         # the buffers
         if sends_buffers:
-            root = 0 if step is None else agree_on_rank(reduced.group, candidate=True)
-            buffers.sync(reduced.group, root=root)
+            root = 0 if step is None else agree_on_rank(self._group, candidate=True)
+            buffers.sync(self._group, root=root)
         if syncing and uneven is not None and step is not None:
             uneven.prepare(step)
         elif syncing:
-            reduced.reducer.prepare(recovered=not sends_buffers)
+            reducer.prepare(recovered=not sends_buffers)
         keeps = self.require_forward_param_sync is syncing  # setting an attribute takes 2 µs
         if not keeps and (syncing or self.sync_buffers_in_eval or training):
             self.require_forward_param_sync = syncing
         return torch.autograd._get_sequence_nr()
+
+    def _recover(self) -> None:
+        """Raise errors of earlier steps, before the ranks communicate for a forward."""
+        self.reducer.raise_if_unfinished()
+        self._replicas.verify()
+        self._parameter_check.check()
 
     def _prepare_around(self) -> bool:
         """Prepare a backward whose forward went around the wrapper; return False if it is local."""
@@ -294,28 +390,49 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "a backward in join() whose forward went around the wrapper, of which ranks that "
                 "have run out of input do not know: call the wrapper"
             )
-        self._reduced.recover()
+        self._recover()
         self.reducer.prepare(recovered=True)
         return True
 
+    def __copy__(self) -> Self:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)  # one reducer: a parameter has no other
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {n: value for n, value in self.__dict__.items() if n not in NOT_PICKLED}
+        hook = self.reducer.comm_hook
+        # process groups are pickled as their names, which all ranks share; the states of PyTorch's
+        # hooks do not copy their group: a copy has the default group
+        state["_group"] = name_if_group(self._group)
+        hook_group = getattr(self.reducer.hook_state, "process_group", None)
+        return {"copied": (hook, name_if_group(hook_group), self.reducer.buckets), **state}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        hook, hook_group, buckets = state.pop("copied")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._reduced.around is None:  # `copy.copy` shares it
-            self._reduced.around = self.reducer.prepare_around = WeakMethod(self._prepare_around)
+        self._group, self._uneven = group_from(self._group), None
+        hook_group = group_from(hook_group)
+        if hook is not None and getattr(hook.state, "process_group", hook_group) is not hook_group:
+            hook.state.process_group = hook_group
+        self._make_reducer(hook)
+        names = [sorted(chain(*each)) for each in (buckets, self.reducer.buckets)]
+        if hook is not None and names[0] == names[1]:
+            self.reducer.set_layout(buckets)  # the hook's state may be kept by bucket
 
     @run_as_written
     def _after(self, output: Any, syncing: bool, began: int) -> Any:
         """Communicate after a forward, register hooks on its output, and return the output."""
-        reduced, training = self._reduced, torch.is_grad_enabled()
+        training = torch.is_grad_enabled()
         if syncing and self._merges_buffers():
-            runs_outside_contexts(self._buffers_synced.sync)(reduced.group)
+            runs_outside_contexts(self._buffers_synced.sync)(self._group)
         if self.find_unused_parameters and training:
             output = with_own_nodes(output, began)
         if syncing:
             outputs = beginnings(output, began)
-            reduced.reducer.expect(outputs, counted=self.module.training)
+            self.reducer.expect(outputs, counted=self.module.training)
         elif training:
-            reduced.reducer.expect_local(beginnings(output, began))
+            self.reducer.expect_local(beginnings(output, began))
         return output
 
     def _merges_buffers(self) -> bool:
@@ -455,7 +572,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             ArgumentTypeError: `hook` is not a hook.
             ArgumentError: There is no hook of that name, or a `StatefulHook` has another state.
         """
-        self._reduced.register_hook(state, hook)
+        if hook is None and state is not None:
+            raise ArgumentTypeError(
+                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
+                "register_comm_hook(None, None) restores the mean"
+            )
+        self.reducer.register_comm_hook(state, get_hook(hook) if isinstance(hook, str) else hook)
+        self._set_replica_interval()
 
     def comm_hook_state_dict(self) -> dict[str, Any]:
         """Return what the communication hook's state returns from its method `state_dict`.
@@ -516,7 +639,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "after finalize_backward()"
             )
         reducer.manual = required
-        self._reduced.set_options(manual_finalization=required)
+        self._options = replace(self._options, manual_finalization=required)
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -633,15 +756,29 @@ class DistributedDataParallel(nn.Module, Joinable):
             >>> run_ranks(main, world_size=2)
             [[0, 2], [0, 2]]
         """
-        return self._reduced.skip_if_any(flag, syncing=self.require_backward_grad_sync)
+        if not isinstance(flag, bool) and not (isinstance(flag, Tensor) and flag.numel() == 1):
+            raise ArgumentTypeError(f"flag is {flag!r}: pass a bool, or a tensor of one element")
+        domain = FaultDomain.of(self._group)
+        domain.before_others()
+        if self.reducer.shadowed:
+            domain.fail(
+                NotSupportedError(
+                    "skip_if_any() in join(), where a rank has run out of input: that rank waits "
+                    "for a backward. Call it outside of join()"
+                )
+            )
+        accumulated = self.require_backward_grad_sync and bool(self.reducer.usage.accumulated)
+        own, device = [bool(flag), accumulated], message_device(self._group)
+        flags = torch.tensor(own, dtype=torch.int64, device=device)
+        all_reduce_small(flags, self._group, dist.ReduceOp.MAX, "skip_if_any()")
+        skipped, accumulated = map(bool, flags.tolist())
+        if skipped:
+            self.reducer.skip(reduce=accumulated)
+        return skipped
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Return the hook that `Join` runs on a rank that has run out of input."""
-        broadcasts = self.broadcast_buffers
-        divide = kwargs.get("divide_by_initial_world_size", True)
-        self._uneven = UnevenInputs(
-            self._reduced, self._buffers_synced, broadcast_buffers=broadcasts, divide=divide
-        )
+        self._uneven = UnevenInputs(self, **kwargs)
         return self._uneven
 
     @property
@@ -657,12 +794,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def process_group(self) -> ProcessGroup:
         """Process group. Setting another one, on each of its ranks, reduces over that group."""
-        return self._reduced.group
+        return self._group
 
     @process_group.setter
     def process_group(self, group: ProcessGroup) -> None:
-        self._reduced.set_group(group)
+        self._group = check_group(group)
+        self.reducer.replace_group(group)
+        self._set_replica_interval()
 
+    @runs_outside_contexts
     def refit(self) -> None:
         """Include parameters that were added, replaced, frozen or thawed. Every rank calls this.
 
@@ -671,7 +811,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             MismatchError: The ranks' models differ. Raised on every rank with the parameter's name.
         """
-        self._reduced.refit(self.module)
+        self._take_values_of_rank_0(check_module(self.module, self.parameters_to_ignore), {})
+        self._make_reducer(self.reducer.comm_hook)
 
     def logging_data(self) -> LoggingData:
         """Return buckets, unused parameters and times of the last step that reduced gradients."""
