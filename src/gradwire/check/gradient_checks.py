@@ -23,9 +23,9 @@ _FEWEST = 2
 """Number of steps that must show the same."""
 _CAUSES = {
     "late": (
-        "parameters were thawed, added or replaced after wrapping",
-        "Thaw, add and copy parameters before wrapping, or call model.refit() on every rank "
-        "(gradwire)",
+        "parameters were thawed, added, replaced or converted after wrapping",
+        "Thaw, add, copy, move and convert parameters before wrapping, or call model.refit() on "
+        "every rank (gradwire)",
     ),
     "around": (
         "the model, or a part of it, is called around its wrapper",

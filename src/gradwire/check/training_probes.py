@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import SavedTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 from torch.nn import utils
@@ -51,6 +52,8 @@ _NORM_STEPS = 8
 _SUMMED = 64
 """Number of elements of each gradient that enter a sum."""
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+_REDUCED = f"{__name__} reduced"
+"""Mark of parameters that a wrapper knows."""
 
 
 class Model:
@@ -61,7 +64,6 @@ class Model:
         self._wrapper = weakref.ref(wrapper)
         self.forwards = 0
         self.backwards = 0  # that were reduced
-        self.reduced: set[int] = set()  # ids of what required a gradient when it was wrapped
         self.modules: set[int] = set()  # ids of the wrapped module and its parts
         self.buffers: list[tuple[str, nn.Module, str]] = []  # that only the program synchronizes
         self.seen: list[int | None] = []  # digests of parameters at the latest look, and its line
@@ -152,7 +154,8 @@ class Training:
     def _write_model(self, _: None, wrapper: Any) -> None:
         model = self.models[id(wrapper)]
         named = model.trainable()
-        model.reduced = {id(p) for _, p in named}
+        for _name, parameter in named:
+            _notes(parameter)[_REDUCED] = True
         model.modules = set(map(id, wrapper.module.modules()))
         if not getattr(wrapper, "broadcast_buffers", True):
             model.buffers = [
@@ -391,7 +394,7 @@ class Training:
             "owned": any(id(p) in own for _, p in named),
             "gradients": [None if p.grad is None else digest(p.grad) for _, p in named],
             "buffers": [[name, digest(getattr(m, own))] for name, m, own in model.buffers],
-            "late": [n for n, p in named if id(p) not in model.reduced and p.grad is not None],
+            "late": [n for n, p in named if p.grad is not None and _REDUCED not in _notes(p)],
             "unowned": [
                 n
                 for n, p in named
@@ -477,6 +480,13 @@ class Training:
             self._observer.emit("clip", function=name, before=before, **seen)
 
         return write
+
+
+def _notes(parameter: Tensor) -> Any:
+    """Return what is kept with the node that accumulates a parameter's gradient."""
+    # wrappers hold the nodes that they found; a parameter gets a new one when it is converted
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter).node.metadata
 
 
 def _crc(value: Any) -> int:
