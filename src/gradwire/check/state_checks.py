@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product, zip_longest
+from pathlib import Path
 
 from gradwire.check.gradient_checks import shown
 from gradwire.check.observer import ALONE
@@ -127,7 +128,7 @@ def _changed(run: Run, model: Replicas, events: Sequence[Event], name: str) -> F
         done = [e for e in same if e is not None]
         if len(done) < len(same) or len({e["digest"] for e in done}) > 1:
             at = done[0]
-            text = f"changed {at['how']}" if at["how"] else f"changed after {_short(at['after'])}"
+            text = f"changed {at['how'] or 'after ' + Path(at['after']).name}"
             return seen(text, at, model.ranks, tensor=name)
     at_first = model.number == ALONE and events[0]["number"] == 0
     text = "they differ before the first step" if at_first else "changed between two steps"
@@ -149,10 +150,6 @@ def _always_reduced(run: Run, model: Replicas, steps: Sequence[Sequence[Event]])
                 if state["owned"] and not reduced:
                     return False
     return True
-
-
-def _short(line: str) -> str:
-    return line.replace("\\", "/").rpartition("/")[2]
 
 
 @check()

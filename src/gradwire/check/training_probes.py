@@ -212,10 +212,8 @@ class Training:
         self._observer.emit(
             "forward",
             model=model.number,
-            number=model.forwards,
             gradients=gradients,
             training=wrapper.module.training,
-            syncs=syncs,
             inputs=model.inputs,
         )
         model.forwards += gradients
@@ -283,8 +281,6 @@ class Training:
         for outputs, own, line in self.gathered:
             if uses(loss, outputs, own):
                 self._observer.emit("gathered", line=line, shape=list(own.shape))
-        gathers = bool(self.gathered)
-        self.gathered.clear()
         living = [(m, s, line) for m, s, line in self._forwards if m.wrapper is not None]
         for model in {model for model, syncs, _ in living if syncs}:
             model.backwards += 1
@@ -296,9 +292,10 @@ class Training:
             forward=living[-1][2] if living else "",
             around=self._around,
             hooked=any(model.hooked for model, _, _ in living),
-            gathers=gathers,
+            gathers=bool(self.gathered),
             terms=terms_of(loss),
         )
+        self.gathered.clear()
         self._forwards.clear()
         self._around = {}
 
@@ -619,9 +616,8 @@ def _is_sum(node: Any, depth: int) -> bool:
         return False
     if node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
         return True
-    return node.name().startswith(("Neg", *_THROUGH)) and _is_sum(
-        node.next_functions[0][0], depth + 1
-    )
+    through = node.name().startswith(("Neg", *_THROUGH))
+    return through and _is_sum(node.next_functions[0][0], depth + 1)
 
 
 def _count(node: Any, name: str) -> float | None:
