@@ -88,35 +88,6 @@ def test_roots_by_global_and_by_group_rank():
     assert run_ranks(main, 3) == [None, [1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
 
 
-@on_ranks(2)
-def test_at_most_two_messages_in_flight():
-    flying, most = [], []
-
-    class Recorder(dist.ProcessGroup):
-        """The real group, with a note of what is in flight."""
-
-        def __init__(self, inner):
-            super().__init__(inner.rank(), inner.size())
-            self.inner = inner
-
-        def broadcast(self, tensors, options):
-            flying.append(1)
-            most.append(len(flying))
-            work = self.inner.broadcast(tensors, options)
-            work_wait = work.wait
-
-            class Waited:
-                def wait(self):
-                    flying.pop()
-                    return work_wait()
-
-            return Waited()
-
-    tensors = [torch.full((100,), float(dist.get_rank())) for _ in range(40)]
-    broadcast_coalesced(Recorder(dist.group.WORLD), tensors, 800)
-    assert (max(most), len(most), all((t == 0).all() for t in tensors)) == (2, 20, True)
-
-
 def test_parameters_and_version_counters():
     def main():
         small = torch.nn.Parameter(torch.full((3,), float(dist.get_rank())))

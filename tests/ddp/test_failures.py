@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ddp.common import (
     Trap,
     assert_average,
     assert_good_step,
     assert_same,
+    assert_same_on_ranks,
     average_used,
     fail_on_rank_1,
     mlp,
@@ -49,55 +51,34 @@ pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
 # -- models that differ --------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    def __init__(self, a=(3, 4), dtype=torch.float32, frozen=False, names=("alpha", "beta")):
-        super().__init__()
-        made = {
-            "alpha": nn.Parameter(torch.zeros(a, dtype=dtype), requires_grad=not frozen),
-            "beta": nn.Parameter(torch.zeros(3, 4)),
-        }
-        for name in names:
-            setattr(self, name, made[name])
+def with_layout():
+    return nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(
-    ("deviation", "told"),
-    [
-        ({"a": (4, 3)}, r"rank 1: alpha: .*shape \(4, 3\)"),
-        ({"dtype": torch.float64}, r"rank 0: alpha: .*float32.*rank 1: alpha: .*float64"),
-        ({"names": ["beta", "alpha"]}, "rank 0: alpha.*rank 1: beta"),
-        ({"frozen": True}, "rank 1: alpha: .*requires_grad=False"),
-        ({"names": ["alpha"]}, "Not on every rank: beta"),
-    ],
-)
+DEVIATIONS = [  # modules, or arguments, of rank 1 and of the others, and what differs
+    (nn.Linear(4, 3), nn.Linear(3, 4), r"rank 1: weight: .*shape \(3, 4\)"),
+    (nn.Linear(4, 3).double(), nn.Linear(4, 3), r"rank 0: weight: .*float32.*rank 1: .*float64"),
+    (nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3), "requires_grad=False"),
+    (nn.Linear(4, 3, bias=False), nn.Linear(4, 3), "Not on every rank: bias"),
+    (with_layout(), nn.Conv2d(2, 2, 2), "weight.*strides"),
+    (nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3), "running_mean"),
+    ({"find_unused_parameters": True}, {}, "rank 1: find_unused_parameters: .*True"),
+    ({"static_graph": True}, {}, "static_graph"),
+    ({"skip_all_reduce_unused_params": True}, {}, "skip_all_reduce_unused_params"),
+    ({"sync_buffers_in_eval": False}, {}, "sync_buffers_in_eval"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DEVIATIONS)))
 @on_ranks(3)
-def test_a_model_that_differs_is_named_on_every_rank(deviation, told):
-    module = Two(**(deviation if dist.get_rank() == 1 else {}))
+def test_what_differs_is_named_on_every_rank(number):
+    one, others, told = DEVIATIONS[number]
+    given = one if dist.get_rank() == 1 else others
+    module, options = (given, {}) if isinstance(given, nn.Module) else (nn.BatchNorm1d(3), given)
+    module.spare = nn.Parameter(torch.ones(1))  # one requires a gradient, on each rank
     with pytest.raises(MismatchError, match=told):
-        DistributedDataParallel(module)
-    DistributedDataParallel(Two())  # the group is still good
-
-
-@pytest.mark.parametrize(
-    "name", ["find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
-)
-@on_ranks(2)
-def test_an_argument_that_differs_is_named_on_every_rank(name):
-    with pytest.raises(MismatchError, match=rf"rank 0: {name}: an argument, True; rank 1: "):
-        DistributedDataParallel(Two(), **{name: dist.get_rank() == 0})
-    DistributedDataParallel(Two())  # the group is still good
-
-
-@on_ranks(2)
-def test_strides_and_buffers_that_differ():
-    module = nn.Sequential(nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2))
-    if dist.get_rank() == 1:
-        module = module.to(memory_format=torch.channels_last)
-    with pytest.raises(MismatchError, match=r"0\.weight.*strides"):
-        DistributedDataParallel(module)
-    module = nn.BatchNorm1d(3, track_running_stats=dist.get_rank() == 0)
-    with pytest.raises(MismatchError, match="running_mean"):
-        DistributedDataParallel(module)
+        DistributedDataParallel(module, **options)
+    DistributedDataParallel(nn.Linear(3, 4))  # the group is still good
 
 
 @on_ranks(2)
@@ -200,8 +181,7 @@ def test_an_exception_while_others_wait_beside_buckets(other, cap):
     for _ in range(2):
         step(net)
         fail_on_rank_1(net)
-    grads = torch.cat([g.to_dense().reshape(-1) for g in step(net)])
-    assert torch.equal(*dist_gathered(grads))
+    assert_same_on_ranks(step(net))
 
 
 @on_ranks(2, timeout=60)
@@ -229,12 +209,6 @@ def test_an_exception_while_others_wait_in_different_groups():
     step(net)
 
 
-def dist_gathered(x):
-    everyones = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, x)
-    return everyones
-
-
 @on_ranks(2, timeout=60)
 def test_a_collective_after_an_exception_does_not_meet_a_bucket():
     net = DistributedDataParallel(Beside(nn.Identity()))
@@ -253,10 +227,6 @@ def test_a_collective_after_an_exception_does_not_meet_a_bucket():
 def all_reduce(state, bucket):
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
-
-
-def raises_before(state, bucket):
-    return failing("raises before", state, bucket)
 
 
 def failing(how, state, bucket):
@@ -330,22 +300,20 @@ def waits_held(net):
 
 
 @pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
 def test_a_hook_that_fails_on_every_rank(late):
     """A rank that hears of the other's error before it has called its own hook raises that."""
-
-    def main():
-        net = DistributedDataParallel(mlp())
-        net.register_comm_hook({"fail": True, "at": 0}, raises_before)
-        is_late = late and dist.get_rank() == 1
-        kinds = PeerFailedError if is_late else (HookError, PeerFailedError)
-        hold = waits_held(net) if is_late else nullcontext()
-        with hold, pytest.raises(kinds, match="out of luck") as caught:
-            step(net)
-        net.register_comm_hook(None, all_reduce)
-        assert_good_step(net)
-        return caught.type is HookError
-
-    assert any(run_ranks(main, 2))
+    net = DistributedDataParallel(mlp())
+    net.register_comm_hook({"fail": True, "at": 0}, partial(failing, "raises before"))
+    is_late = late and dist.get_rank() == 1
+    kinds = PeerFailedError if is_late else (HookError, PeerFailedError)
+    with (
+        waits_held(net) if is_late else nullcontext(),
+        pytest.raises(kinds, match="out of luck"),
+    ):
+        step(net)
+    net.register_comm_hook(None, all_reduce)
+    assert_good_step(net)
 
 
 def by_reduce_op(name):
@@ -438,28 +406,6 @@ def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
         os._exit(0)  # the backend's threads hang in the collective: so would leaving
 
     assert run_ranks(main, 2, may_die=[0, 1], timeout=20) == [None, None]
-
-
-async def coroutine(state, bucket):
-    return bucket.buffer()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((None, 3), "hook is 3"),
-        ((None, lambda bucket: None), "cannot be called as hook"),
-        ((None, coroutine), "coroutine"),
-        ((lambda state, bucket: None, None), "pass the state first"),
-    ],
-)
-@on_ranks(1)
-def test_invalid_hooks_are_refused(given, message):
-    net = DistributedDataParallel(mlp())
-    with pytest.raises(ArgumentTypeError, match=message):
-        net.register_comm_hook(*given)
-    net.register_comm_hook(None, None)
-    assert_good_step(net)
 
 
 # -- backwards that fail -------------------------------------------------------------------
@@ -555,10 +501,10 @@ class Halves(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
-        self.sprung = False
+        self.names, self.sprung = ["first", "second"], False
 
     def forward(self, x, *names):
-        out = sum(getattr(self, name)(x) for name in names or ("first", "second"))
+        out = sum(getattr(self, name)(x) for name in names or self.names)
         return Trap.apply(out) if self.sprung else out
 
 
@@ -598,34 +544,20 @@ def test_gradients_accumulated_before_resynchronization(failing, weighted):
         assert_same(net, twin)
 
 
-class Branch(nn.Module):
-    """Leaves its second layer out on request."""
-
-    def __init__(self):
-        super().__init__()
-        layers = mlp()
-        self.head, self.middle, self.tail = layers[:2], layers[2:4], layers[4]
-        self.short = False
-
-    def forward(self, x):
-        x = self.head(x)
-        return self.tail(x if self.short else self.middle(x))
-
-
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 @on_ranks(2)
 def test_parameters_without_a_gradient_are_named(ranks):
-    net = DistributedDataParallel(Branch(), bucket_cap_mb=1e-4)
+    net = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4)
     assert_good_step(net)
     if dist.get_rank() in ranks:
-        net.module.short = True
+        net.module.names = ["first"]
         step(net)  # nobody can know yet that no more will come
-        with pytest.raises(ReductionError, match=r"middle\.2\.weight.*middle\.2\.bias"):
+        with pytest.raises(ReductionError, match=r"second\.weight.*second\.bias"):
             net(torch.zeros(2, 4))
     else:
-        with pytest.raises(PeerFailedError, match=r"rank 1.*middle\.2\.weight"):
+        with pytest.raises(PeerFailedError, match=r"rank 1.*second\.weight"):
             step(net)
-    net.module.short = False
+    net.module.names = ["first", "second"]
     assert_good_step(net)
 
 
@@ -652,28 +584,6 @@ def test_a_failure_one_step_ahead_is_raised_a_step_later():
 
 
 # -- ranks that die ------------------------------------------------------------------------
-
-
-@pytest.mark.narrow(
-    {"with_hook": True, "each_backend": "shm"}, {"with_hook": False, "each_backend": "gloo"}
-)
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_a_rank_that_dies_in_backward(with_hook):
-    def main():
-        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        if with_hook:
-            net.register_comm_hook(None, all_reduce)
-        assert_good_step(net)
-        if dist.get_rank() == 1:
-            victim = next(net.module.parameters())
-            victim.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(PeerLostError):
-            step(net)
-        with pytest.raises(BrokenGroupError, match="failed earlier"):
-            step(net)
-        return True
-
-    assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
 @pytest.mark.narrow({"each_backend": "shm"})
@@ -779,6 +689,14 @@ def test_bad_arguments(options, kind, message):
     with pytest.raises(kind, match=message):
         DistributedDataParallel(**{"module": mlp(), **options})
     assert dist.group.WORLD._get_sequence_number_for_group() == sent  # no collective
+
+
+@on_ranks(1)
+def test_a_subclass_of_several_tensors_is_refused_by_name():
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(NotSupportedError, match="weight is a TwoTensor"):
+        DistributedDataParallel(net)
 
 
 def test_a_group_is_needed():

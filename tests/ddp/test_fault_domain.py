@@ -6,13 +6,11 @@ import copy
 import gc
 import os
 import signal
-import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp.common import (
     assert_good_step,
@@ -25,18 +23,14 @@ from ddp.common import (
     sprung,
     step,
 )
-from gradwire._groups import find_store
-from gradwire.ddp import DistributedDataParallel, Reducer
-from gradwire.ddp.arguments import ReducerOptions
+from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.faults import collective_log
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.protocol import BackwardState
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
     DistributedError,
-    HookError,
     PeerFailedError,
     PeerLostError,
 )
@@ -190,34 +184,6 @@ def test_a_wrapper_on_a_subgroup_beside_one_on_all_ranks():
 # -- hooks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("before", [True, False])
-@on_ranks(4, timeout=60)
-def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
-    """Within a host first, then between all: rank 1 fails before one or the other."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair, fails = pairs[dist.get_rank() // 2], False
-
-    def hook(state, bucket):
-        buffer = bucket.buffer()
-        if before and fails:
-            raise KeyError("out of luck")
-        future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
-        if fails:
-            raise KeyError("out of luck")
-        return mean(None, bucket) if before else future.then(lambda f: f.value()[0] / 4)
-
-    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-    net.register_comm_hook(None, hook)
-    for _ in range(2):
-        step(net)
-        fails = dist.get_rank() == 1
-        with pytest.raises(HookError if fails else PeerFailedError, match="out of luck"):
-            step(net)
-        fails = False
-    step(net)
-
-
 def test_a_rank_that_does_not_answer_in_time():
     """It is busy elsewhere: the others do not wait for it for good."""
 
@@ -255,41 +221,6 @@ def test_a_rank_that_does_not_answer_in_time():
 
 
 @pytest.mark.wide
-@on_ranks(1, timeout=30)
-def test_buckets_are_launched_once_and_in_order_by_several_threads():
-    """Autograd has a thread for each device: two buckets are full at once."""
-    parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(8)]
-    reducer = Reducer(parameters, dist.group.WORLD, ReducerOptions(caps=[16]))
-    buckets = reducer.bucket_set
-    assert len(buckets) == 8
-    reducer.prepare()
-    launched, inside = [], threading.Event()
-
-    def launch(bucket, *, is_last):
-        launched.append(bucket)
-        inside.set()
-        threading.Event().wait(0.05)  # as long as a backend may keep a thread
-        reducer.launcher.launched.append(
-            type("Launched", (), {"future": None, "works": (), "bucket": bucket})
-        )
-
-    reducer.launcher.launch = launch
-    reducer.state = BackwardState.RUNNING
-    reducer.take_turn()
-    for bucket in buckets:
-        bucket.copy_in = lambda: None
-        bucket.ready.append(bucket.members[0])
-    threads = [threading.Thread(target=reducer.on_bucket_ready, args=(buckets[i],)) for i in (0, 1)]
-    threads[0].start()
-    assert inside.wait(10)  # the first is in the middle of a launch
-    threads[1].start()
-    for thread in threads:
-        thread.join()
-    assert launched == list(buckets)[:-1]  # the last one is for the end
-    reducer.launcher.launched.clear()
-
-
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_first_message_that_is_late_is_a_timeout():
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -300,82 +231,6 @@ def test_a_first_message_that_is_late_is_a_timeout():
     with pytest.raises(CollectiveTimeoutError, match="the first message"):
         step(net)
     dist.barrier()
-
-
-@pytest.mark.wide
-@on_ranks(2)
-def test_the_log_does_not_grow():
-    net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-    domain = net.reducer.domain
-    for _ in range(3):
-        assert_good_step(net)
-        assert not domain.log.sent
-        assert not domain.log.works
-
-
-@on_ranks(2)
-def test_the_timeout_of_the_group_is_used():
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-    assert FaultDomain.of(group).seconds == 77.0
-
-
-class UntilPolled(torch.autograd.Function):
-    """In backward on rank 1, waits until rank 0, which waits for it, has polled."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if dist.get_rank() == 1:
-            find_store(dist.group.WORLD).wait(["polled"], timedelta(seconds=20))
-        return grad
-
-
-def polled_after_destroying():
-    group = dist.new_group()
-    net, old = DistributedDataParallel(mlp()), DistributedDataParallel(mlp(), process_group=group)
-    step(net, old)
-    world, destroyed = (FaultDomain.of(g).channel for g in (dist.group.WORLD, group))
-    dist.barrier()
-    dist.destroy_process_group(group)
-    asked = []
-
-    def lost(channel):
-        asked.append(channel)
-        if channel is world:
-            find_store(dist.group.WORLD).set("polled", "")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ErrorChannel, "broken", lost)
-        step(net, loss=lambda outputs: UntilPolled.apply(outputs[0]).sum())
-    return world in asked, destroyed in asked
-
-
-def test_a_destroyed_group_that_something_still_refers_to_is_not_polled():
-    assert run_ranks(polled_after_destroying, 2, timeout=60)[0] == (True, False)
-
-
-@on_ranks(1, timeout=30)
-def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
-    """Or its callbacks would send between what is sent next."""
-    net = DistributedDataParallel(mlp())
-    launcher = net.reducer.launcher
-    future = torch.futures.Future()
-    launcher._domain.hook_future = future
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradwire.ddp.reducer.launch.wait_future", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            launcher._wait_for_hook()
-    assert launcher._domain.hook_future is future
-    future.set_result([])
-    launcher._wait_for_hook()
-    assert launcher._domain.hook_future is None
 
 
 @pytest.mark.parametrize("kept", [False, True])

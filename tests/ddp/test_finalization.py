@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import naive
 from ddp.common import OneProcess, in_one_process, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
@@ -126,35 +125,6 @@ def test_a_hook_of_backward_finalizes():
 
 
 @on_ranks(2)
-def test_an_output_of_its_own_after_finalization_begins_nothing():
-    """An output that no parameter is behind comes late; the step after is not disturbed."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x, y=None):
-            late = None if y is None else y.sin()
-            return self.net(x) if y is None else (late, self.net(x))
-
-    net = DistributedDataParallel(Two())
-    net.require_manual_backward_finalization = True
-    for step in range(4):
-        x, y = batch(step).requires_grad_() * 1, torch.ones(1, requires_grad=True)
-        net.zero_grad()
-        late, out = net(x, y)
-        wanted = expected(net, x)
-        if step:
-            x.register_hook(lambda _: net.finalize_backward())
-        # the later a node was made, the earlier its backward: `late` comes after all of `out`
-        (out.square().sum() + late.sum()).backward()
-        if not step:
-            net.finalize_backward()
-        torch.testing.assert_close(gradients(net), wanted)
-
-
-@on_ranks(2)
 def test_wrong_times_are_errors_and_the_module_goes_on():
     net = DistributedDataParallel(mlp())
     with pytest.raises(ReductionError, match="no reduction to finalize"):
@@ -220,25 +190,6 @@ def test_the_setting_stays_with_a_copy_and_a_new_reducer():
     twin(x).square().sum().backward()
     twin.finalize_backward()
     torch.testing.assert_close(gradients(twin), expected(twin, x))
-
-
-@on_ranks(2)
-def test_optimizers_in_backward_step_when_finalized():
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    net = mlp()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    model = DistributedDataParallel(net)
-    model.require_manual_backward_finalization = True
-    x, before = batch(0), [p.detach().clone() for p in net.parameters()]
-    twin = mlp()
-    twin(x).square().sum().backward()
-    naive.average_gradients(dist.group.WORLD, twin.parameters())
-    model(x).square().sum().backward()
-    torch.testing.assert_close([p.detach() for p in net.parameters()], before)
-    model.finalize_backward()
-    for p, old, q in zip(net.parameters(), before, twin.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), old - 0.1 * q.grad)
 
 
 # -- lazily ----------------------------------------------------------------------------------

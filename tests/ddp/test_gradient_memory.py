@@ -76,18 +76,6 @@ def test_two_backwards_for_one_reduction(same_as_one_process):
     same_as_one_process(program, model=Halves)
 
 
-@pytest.mark.parametrize("rank_1", ["first", "second"])
-def test_a_gradient_unused_on_all_ranks_stays_none(rank_1, same_as_one_process):
-    def program(net, rank, step):
-        net(torch.full((2, 4), 1.0 + rank), rank_1 if rank else "first")[0].sum().backward()
-
-    def check(net):
-        assert len(absent(net)) == (2 if rank_1 == "first" else 0)
-
-    options = {"find_unused_parameters": True}
-    same_as_one_process(program, options=options, model=Halves, check=check)
-
-
 @on_ranks(2)
 def test_gradients_of_another_dtype():
     half = mlp().bfloat16()
@@ -128,21 +116,6 @@ def test_a_gradient_that_a_hook_keeps_and_replaces(view, clear):
         assert_average(net, twin)
     if clear or not view:  # else they are views of a buffer that is used again
         assert all(torch.equal(a, b) for a, b in kept)
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_replaced_between_backwards():
-    net, twin = DistributedDataParallel(Halves()), Halves()
-    kept = []
-    for module in (net, twin):
-        first, second = module(batch())
-        first.square().sum().backward()
-        for p in (module if module is twin else net.module).first.parameters():
-            kept.append((p.grad, p.grad.clone()))
-            p.grad = p.grad * 2
-        second.square().sum().backward()
-    assert_average(net, twin)
-    assert all(torch.equal(a, b) for a, b in kept)
 
 
 @pytest.mark.parametrize("cap", [None, 1e-6])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp.common import on_ranks
+from ddp.common import assert_same_on_ranks, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import (
@@ -210,29 +210,6 @@ def test_ranks_without_input_take_part_in_one_module_after_the_other():
             second(output.detach()).sum().backward()
 
 
-@on_ranks(2)
-def test_ranks_without_input_wait_for_what_is_to_be_finalized():
-    """The vote of a hook met the message of the next forward."""
-    rank = dist.get_rank()
-    net = DistributedDataParallel(mlp())
-    net.register_comm_hook(None, hooks.wrap(hooks.all_reduce, before=lambda bucket: None))
-    net.require_manual_backward_finalization = True
-    for _ in range(3):  # the first backwards end by themselves
-        net(batch(rank, 0)).sum().backward()
-        net.finalize_backward()
-
-    def train():
-        with net.join():
-            for number in range(bool(rank)):
-                net(batch(rank, number)).sum().backward()
-                with torch.no_grad():
-                    net(batch(rank, number))
-                net.finalize_backward()
-
-    with pytest.raises(DistributedError, match="was not finalized"):
-        train()
-
-
 @on_ranks(3)
 def test_ranks_without_input_do_not_wait_for_a_second_backward():
     """The message of the next step met its bucket."""
@@ -254,24 +231,8 @@ def test_ranks_without_input_do_not_wait_for_a_second_backward():
                 torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_after_join_a_backward_may_be_repeated():
-    def main():
-        net, x = DistributedDataParallel(nn.Linear(4, 1)), batch(dist.get_rank(), 0)
-        with net.join():
-            for _ in range(1 + dist.get_rank()):
-                loss = net(x).sum()
-                loss.backward(retain_graph=True)
-        net.zero_grad()
-        loss.backward()
-        return net.module.weight.grad.tolist()
-
-    first, second = run_ranks(main, 2)
-    assert first == second
-    for value in first[0]:
-        assert value == pytest.approx(2 * 1.5 / 20)  # two rows, the mean of 1 and 2 twentieths
-
-
 @pytest.mark.parametrize("after_forward", [True, False])
+@on_ranks(3)
 def test_ranks_without_input_call_the_buffer_hook(after_forward):
     """On shm the others got a MismatchError; on Gloo the process was aborted."""
 
@@ -289,21 +250,17 @@ def test_ranks_without_input_call_the_buffer_hook(after_forward):
             self.count += len(x)
             return self.layer(x)
 
-    def main():
-        rank = dist.get_rank()
-        net = DistributedDataParallel(Counted())
-        net.register_buffer_hook(average, after_forward=after_forward)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        with net.join():
-            for number in range(2 + 2 * rank):
-                with net.no_sync():
-                    net(batch(rank, number)).sum().backward()
+    rank = dist.get_rank()
+    net = DistributedDataParallel(Counted())
+    net.register_buffer_hook(average, after_forward=after_forward)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with net.join():
+        for number in range(2 + 2 * rank):
+            with net.no_sync():
                 net(batch(rank, number)).sum().backward()
-                optimizer.step()
-        return net.module.count.item(), net.module.layer.weight.tolist()
-
-    results = run_ranks(main, 3)
-    assert results[0] == results[1] == results[2]
+            net(batch(rank, number)).sum().backward()
+            optimizer.step()
+    assert_same_on_ranks([net.module.count, *net.parameters()])
 
 
 @pytest.mark.parametrize("kind", [SyncBatchNorm, nn.SyncBatchNorm])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import on_ranks
+from ddp.common import assert_same_on_ranks, mlp, on_ranks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
@@ -19,18 +19,13 @@ from gradwire.errors import (
     MismatchError,
     NotSupportedError,
 )
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(step):
-    return torch.full((2, 4), 1.0 + dist.get_rank() + 10 * step) / 20
+def batch(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.full((2, 4), 1.0 + rank + 10 * step) / 20
 
 
 def train(net, steps, *, skipped):
@@ -49,72 +44,139 @@ OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 @pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(3)
 def test_a_rank_that_skips_a_backward(options, hook):
     """Its next gradients are those of another step than the others'."""
-
-    def main():
-        net = DistributedDataParallel(mlp(), **options)
-        net.register_comm_hook(None, hook)
-        with pytest.raises(MismatchError, match=r"rank 0: 0; rank 1: 1; rank 2: 0\. Call backward"):
-            train(net, 5, skipped=2)
-        net.zero_grad()
-        train(net, 2, skipped=None)  # the ranks go on together
-        return net.module[0].weight.grad.tolist()
-
-    first, *others = run_ranks(main, 3)
-    assert all(other == first for other in others)
+    net = DistributedDataParallel(mlp(), **options)
+    net.register_comm_hook(None, hook)
+    with pytest.raises(MismatchError, match=r"rank 0: 0; rank 1: 1; rank 2: 0\. Call backward"):
+        train(net, 5, skipped=2)
+    net.zero_grad()
+    train(net, 2, skipped=None)  # the ranks go on together
+    assert_same_on_ranks([p.grad for p in net.parameters()])
 
 
-def logged(net, x):
+# -- programs with more forwards on some ranks, which train as they are meant ---------------------
+
+
+def loss_of(net, rank, step, i=0):
+    return net(batch(step + i, rank)).square().mean()
+
+
+def on_rank_1(program):
+    """Let the other ranks take a plain step."""
+
+    def run(net, rank, step):
+        (program if rank == 1 else plain)(net, rank, step)
+
+    return run
+
+
+def plain(net, rank, step):
+    loss_of(net, rank, step).backward()
+
+
+@on_rank_1
+def logged(net, rank, step):
     with torch.no_grad():
-        net(x)
+        loss_of(net, rank, step)
     with net.no_sync():
-        net(x).sum()
+        loss_of(net, rank, step)
+    plain(net, rank, step)
 
 
-def looked_at(net, x):
-    net(x)
+@on_rank_1
+def looked_at(net, rank, step):
+    loss_of(net, rank, step)
+    plain(net, rank, step)
 
 
-def between(net, x):
-    loss = net(x).sum()
-    net(x).sum()  # after the forward of the step, and before its backward
+@on_rank_1
+def between(net, rank, step):
+    loss = loss_of(net, rank, step)
+    loss_of(net, rank, step)  # after the forward of the step, and before its backward
     loss.backward()
 
 
-def in_two(net, x):
-    (net(x).sum() + net(x * 2).sum()).backward()
+@on_rank_1
+def second_first(net, rank, step):
+    first, second = loss_of(net, rank, step), loss_of(net, rank, step, 1)
+    (second + first).backward()
 
 
-def second_first(net, x):
-    first, second = net(x), net(x * 2)
-    (second.sum() + first.sum()).backward()
-
-
-def for_the_input(net, x):
-    x = x.clone().requires_grad_()
+@on_rank_1
+def for_the_input(net, rank, step):
+    x = batch(step, rank).requires_grad_()
     torch.autograd.grad(net(x).sum(), x)
+    plain(net, rank, step)
 
 
-@pytest.mark.parametrize("extra", [logged, looked_at, between, in_two, second_first, for_the_input])
+def in_a_list(net, rank, step):
+    """Every loss is kept with its graph."""
+    net.__dict__.setdefault("kept", []).append(loss_of(net, rank, step))
+    net.kept[-1].backward()
+
+
+def kept_for_a_while(net, rank, step):
+    if step % 3 == 1 and rank == 0:
+        net.kept = [net(batch(step, rank))]
+    plain(net, rank, step)
+
+
+def hardest_so_far(net, rank, step):
+    """Each rank trains on the candidate whose loss is the largest, and keeps only that one."""
+    worst = None
+    for i in range(4):
+        loss = loss_of(net, rank, step, (3 * i + step) % 4)
+        if worst is None or loss > worst:
+            worst = loss
+    worst.backward()
+
+
+def uneven_evaluation(net, rank, step):
+    """In eval mode, with gradients enabled."""
+    net.eval()
+    for i in range(2 * rank):
+        loss_of(net, rank, step, i).item()
+    net.train()
+    plain(net, rank, step)
+
+
+def sharpness_aware(net, rank, step):
+    """Each rank climbs by its own gradient, then takes the mean of those found there."""
+    with net.no_sync():
+        loss_of(net, rank, step).backward()
+    with torch.no_grad():
+        before = [p.clone() for p in net.parameters()]
+        for p in net.parameters():
+            p.add_(p.grad, alpha=0.1)
+    net.zero_grad()
+    plain(net, rank, step)
+    with torch.no_grad():
+        for p, old in zip(net.parameters(), before, strict=True):
+            p.copy_(old)
+
+
+def accumulated(net, rank, step):
+    """Micro batches under no_sync, of which ranks have different numbers."""
+    with net.no_sync():
+        for i in range(rank + 1):
+            loss = loss_of(net, rank, step, i)
+            if i != 1:
+                loss.backward()
+    plain(net, rank, step)
+
+
+PROGRAMS = [
+    *(logged, looked_at, between, second_first, for_the_input, in_a_list, kept_for_a_while),
+    *(hardest_so_far, uneven_evaluation, sharpness_aware, accumulated),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_a_rank_that_runs_different_forwards(extra, options):
-    """All of these are trained by PyTorch as they are meant."""
-
-    def main():
-        net = DistributedDataParallel(mlp(), **options)
-        if dist.get_rank() == 1:
-            net(batch(0))  # tried before training
-        for step in range(4):
-            complete = extra in (between, in_two, second_first)
-            if dist.get_rank() == 1:
-                extra(net, batch(step))
-            if dist.get_rank() != 1 or not complete:
-                net(batch(step)).sum().backward()
-        return net.module[0].weight.grad.tolist()
-
-    first, *others = run_ranks(main, 2)
-    assert all(other == first for other in others)
+def test_different_forwards_on_some_ranks(program, options, same_as_one_process):
+    same_as_one_process(program, options={"check_replicas": 1, **options}, model=mlp, steps=8)
 
 
 @on_ranks(3)

@@ -16,7 +16,6 @@ from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -190,33 +189,6 @@ def test_logging_data():
     assert log.unused_here == ()
     assert min(log.forward_seconds, log.backward_seconds, log.exposed_seconds) > 0
     assert all(bucket.wait_seconds > 0 for bucket in log.buckets)
-
-
-def test_buffers_merged_by_a_function():
-    def main(after):
-        calls = []
-
-        def average(buffers, group):
-            calls.append(sorted(buffers))
-            return [
-                dist.all_reduce(b.div_(group.size()), group=group, async_op=True).get_future()
-                for b in buffers.values()
-                if b.is_floating_point()
-            ]
-
-        net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        net.register_buffer_hook(average, after_forward=after)
-        for _ in range(2):
-            net(torch.randn(4, 3) + dist.get_rank()).sum().backward()
-        assert len(calls) == 2
-        mean = net.module[1].running_mean
-        if after:
-            root = mean.clone()
-            dist.broadcast(root, 0)
-            assert torch.equal(mean, root)
-
-    for after in (True, False):
-        run_ranks(main, 2, args=(after,))
 
 
 @pytest.mark.narrow(

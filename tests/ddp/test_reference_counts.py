@@ -7,20 +7,10 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from gradwire.ddp.buckets import ownership
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class Dispatches(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 def within(context):
@@ -47,8 +37,8 @@ CONTEXTS = {
     "no_grad": within(torch.no_grad),
     "default device": within(lambda: torch.device("meta")),
     "fake tensors": within(FakeTensorMode),
-    "functions": within(Functions),
-    "dispatches": within(Dispatches),
+    "functions": within(BaseTorchFunctionMode),
+    "dispatches": within(BaseTorchDispatchMode),
     "autocast": within(lambda: torch.autocast("cpu")),
     "grad": lambda f: torch.func.grad(f)(torch.ones(2)),
     "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 2)),

@@ -90,17 +90,6 @@ def test_a_copy_has_the_buckets_of_the_original(change):
 
 
 @on_ranks(1)
-def test_buckets_that_do_not_fit():
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    for buckets in ([names[:3]], [[*names, "other"]], [names], [[], names[:2], names[2:]]):
-        with pytest.raises(ArgumentError, match="do not fit the parameters"):
-            net.reducer.set_layout(buckets)
-    net.reducer.set_layout([names[:2], names[2:]])
-    assert net.reducer.buckets == [names[:2], names[2:]]
-
-
-@on_ranks(1)
 def test_a_saved_state_needs_its_hook():
     net, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
     net.register_comm_hook(None, hooks.BlockQuantization())

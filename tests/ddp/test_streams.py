@@ -9,16 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.ddp.arguments import ReducerOptions
-from gradwire.ddp.buckets import bucket
-from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, PackedBucket
 from gradwire.ddp.faults.error_channel import waits_on_cpu
 from gradwire.ddp.reducer import launch
-from gradwire.ddp.reducer.weights import Tally, _usual
 from gradwire.hooks.interface import after
 from gradwire.testing import run_ranks
 
@@ -114,35 +109,9 @@ def test_results_are_read_after_the_stream_that_sent_them():
 @pytest.mark.parametrize(("backend", "waits"), [("gloo", True), ("nccl", False)])
 def test_only_gloo_waits_on_the_cpu_for_an_accelerator(backend, waits):
     """These waits poll for errors of other ranks: with `wait()` alone they would not be noticed."""
-
     group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: backend))
     assert waits_on_cpu(group, torch.device("cuda", 0)) is waits
     assert waits_on_cpu(group, torch.device("cpu"))
-
-
-class Called(TorchDispatchMode):
-    """Records which of PyTorch's operators are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **kwargs or {})
-
-
-def test_weights_are_written_to_an_accelerator_without_a_copy_from_the_host():
-    with Called() as called:
-        Tally(weight=2.0, begun=3.0).write(torch.zeros(9, device="meta"))
-    assert "copy_" not in called.names
-    assert {"zero_", "fill_"} <= called.names
-    usual = Tally(unweighted=1.0, begun=5, begun_squared=25)
-    with Called() as called:
-        usual.write(torch.zeros(len(usual), device="meta"))
-    assert {"zero_", "fill_"}.isdisjoint(called.names)  # one copy within the accelerator
-    assert "copy_" in called.names
-    assert _usual(torch.device("cpu"), torch.float32)[5].tolist() == list(usual)
 
 
 @pytest.mark.parametrize(("device", "synchronized"), [("cpu", False), ("meta", True)])
@@ -154,22 +123,3 @@ def test_on_an_accelerator_a_callback_waits_for_the_work_itself(device, synchron
     future.set_result(None)
     result.wait()
     assert log == (["work", "result"] if synchronized else ["result"])
-
-
-def test_the_allocator_knows_who_used_a_buffer_that_is_released(monkeypatch):
-    module, log = nn.Linear(2, 2), []
-    group, options = SimpleNamespace(size=lambda: 2), ReducerOptions(lazy=True)
-    buckets = BucketSet([("w", module.weight)], group, options)
-    buckets.make([0], with_hook=True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "current")
-    monkeypatch.setattr(bucket, "inner_tensors", lambda t: [t])
-    buckets[0].flat = SimpleNamespace(
-        layout=torch.strided, device=torch.device("cuda", 0), record_stream=log.append
-    )
-    buckets.make([0], with_hook=True)
-    assert log == ["current"]
-
-
-def test_nothing_is_looked_up_on_the_cpu():
-    assert not launch.GradientStreams([nn.Parameter(torch.ones(1))]).unknown
-    assert launch.current_stream(torch.device("cpu")) is None

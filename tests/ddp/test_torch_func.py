@@ -1,9 +1,12 @@
 """Transforms of `torch.func` through the wrapper give what they give without it.
 
-A transform is the rank's own: nothing is sent. A backward of what it returned is reduced.
+A transform is the rank's own: nothing is sent. A backward of what it returned is reduced. The
+fuzzer's programs have the common transforms; here are the others.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -11,18 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd import functional as by_autograd
-from torch.func import (
-    functional_call,
-    functionalize,
-    grad,
-    vmap,
-)
-from torch.utils import _pytree as pytree
+from torch.func import functional_call, functionalize, grad, vmap
+from torch.utils._pytree import tree_leaves
 
-from ddp.common import on_ranks
+from ddp.common import assert_good_step, mlp, on_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
-from gradwire.testing import run_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("each_backend"),
@@ -44,17 +41,12 @@ class Net(nn.Module):
             self.norm.running_mean.fill_(0.25)
 
     def forward(self, x):
-        x = x if x.dim() > 1 else x.unsqueeze(0)
         x = self.drop(self.norm(torch.tanh(self.hidden(x))))
         return self.last(x) * getattr(self, "factor", 1.0)
 
 
 def detached(net):
     return {name: p.detach() for name, p in net.named_parameters()}
-
-
-def own(net):
-    return dict(net.named_parameters())
 
 
 def loss(net, parameters, x):
@@ -65,12 +57,7 @@ def of_input(net):
     return lambda x: net(x).sin().sum()
 
 
-def tangents(tree):
-    return pytree.tree_map(lambda t: torch.linspace(-1, 1, t.numel()).view_as(t), tree)
-
-
-def grad_of_input(net, x):
-    return grad(of_input(net))(x)
+# -- functions of a network, wrapped or not, and an input ------------------------------------------
 
 
 def grad_in_inference_mode(net, x):
@@ -88,10 +75,6 @@ def ensemble(net, x):
     return vmap(lambda p: functional_call(net, p, (x,)))(many)
 
 
-def called_with_parameters(net, x):
-    return functional_call(net, {n: 2 * p for n, p in detached(net).items()}, (x,))
-
-
 def called_with_buffers(net, x):
     buffers = {n: b + 1 for n, b in net.named_buffers()}
     factor = {n: b for n, b in buffers.items() if n.endswith("factor")}
@@ -104,145 +87,82 @@ def called_with_leaves(net, x):
     return [leaf.grad for leaf in leaves.values()]
 
 
+def functionalized(net, x):
+    return functionalize(net)(x)
+
+
 def dual_numbers(net, x):
     with forward_ad.dual_level():
-        out = net(forward_ad.make_dual(x, tangents(x)))
-        return forward_ad.unpack_dual(out)
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.cos())))
+
+
+def autograds_jacobian_and_hessian(net, x):
+    both = [by_autograd.jacobian(net, x, vectorize=v) for v in (False, True)]
+    return *both, by_autograd.hessian(of_input(net), x), by_autograd.hvp(of_input(net), x, x.cos())
 
 
 def batched_cotangents(net, x):
     out = net(x.requires_grad_())
     many = torch.eye(out.numel()).view(-1, *out.shape)
-    return torch.autograd.grad(out, [x], many, is_grads_batched=True)
-
-
-def batched_cotangents_of_parameters(net, x):
-    out = net(x)
-    many = torch.eye(out.numel()).view(-1, *out.shape)
-    return torch.autograd.grad(out, [*net.parameters()], many, is_grads_batched=True)
+    return torch.autograd.grad(out, [x, *net.parameters()], many, is_grads_batched=True)
 
 
 def step_in_the_loop(net, x):
-    before = own(net)
+    before = dict(net.named_parameters())
     gradients = grad(loss, argnums=1)(net, before, x)
     after = {n: p - 0.1 * gradients[n] for n, p in before.items()}
     loss(net, after, x).backward()
 
 
-def penalty(net, x):
-    grad(of_input(net))(x).square().sum().backward()
-
-
 def local_penalty(net, x):
-    if isinstance(net, DistributedDataParallel):
-        with net.no_sync():
-            penalty(net, x)
-    else:
-        penalty(net, x)
+    with getattr(net, "no_sync", torch.enable_grad)():
+        grad(of_input(net))(x).square().sum().backward()
     net(x).sum().backward()
 
 
-# the programs: every function of a network and an input, and these
-PROGRAMS = {
-    "grad_of_own_parameters": lambda net, x: grad(loss, argnums=1)(net, own(net), x),
-    "gradients_of_samples": lambda net, x: vmap(grad(loss, argnums=1), in_dims=(None, None, 0))(
-        net, detached(net), x
-    ),
-    "functionalized": lambda net, x: functionalize(net)(x),
-    "autograds_jacobian": lambda net, x: (
-        by_autograd.jacobian(net, x),
-        by_autograd.jacobian(net, x, vectorize=True),
-    ),
-    "autograds_hessian": lambda net, x: (
-        by_autograd.hessian(of_input(net), x),
-        by_autograd.hvp(of_input(net), x, tangents(x)),
-    ),
-    **{
-        name: f
-        for name, f in list(globals().items())
-        if getattr(f, "__module__", "") == __name__
-        and getattr(f, "__code__", None) is not None
-        and f.__code__.co_varnames[: f.__code__.co_argcount] == ("net", "x")
-    },
-}
+PROGRAMS = [
+    *(grad_in_inference_mode, grad_under_autocast, ensemble, called_with_buffers),
+    *(called_with_leaves, functionalized, dual_numbers, autograds_jacobian_and_hessian),
+    *(batched_cotangents, step_in_the_loop, local_penalty),
+]
 
 
-def inputs(step=0):
-    return torch.linspace(-1, 1, 12).view(4, 3) * (dist.get_rank() + step + 1) / 2
-
-
-def step(net, twin, number):
-    """A plain step of both."""
-    for model in (net, twin):
-        model.zero_grad()
-        model(inputs(number)).square().sum().backward()
-    check_gradients(net, twin, f"of plain step {number}")
-
-
-def check_gradients(net, twin, what):
-    """Gradients of the wrapper are the mean over ranks of the twin's."""
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), what
-        if q.grad is not None:
-            mean = q.grad.clone()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(p.grad, mean / dist.get_world_size(), rtol=1e-5, atol=1e-6)
-
-
-def leaves(tree):
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
-def check_program(program, *, buffers, steps, **options):
-    net = DistributedDataParallel(Net(buffers=buffers), **options)
-    twin = Net(buffers=buffers)
-    for number in range(steps):
-        step(net, twin, number)
-    for _ in range(2):
-        net.zero_grad()
-        twin.zero_grad()
-        got, expected = leaves(program(net, inputs())), leaves(program(twin, inputs()))
-        for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-        check_gradients(net, twin, "of the program")
-    for number in range(3):
-        step(net, twin, number)
-
-
-def failures(steps, buffers, options):
-    failed = {}
-    for name, program in PROGRAMS.items():
-        try:
-            check_program(program, buffers=buffers, steps=steps, **options)
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"[:200]
-    return failed
-
-
-@pytest.mark.narrow(
-    {"steps": 0, "buffers": False, "options": {}, "each_backend": "gloo"},
-    {"steps": 1, "buffers": True, "options": {}, "each_backend": "shm"},
-    {"steps": 2, "buffers": False, "options": {"find_unused_parameters": True}},
-)
-@pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_programs_give_what_they_give_without_the_wrapper(steps, buffers, options):
-    """After so many plain steps, and with plain steps after them."""
-    assert len(PROGRAMS) > 15
-    for failed in run_ranks(failures, 2, args=(steps, buffers, options)):
-        assert not failed
+@pytest.mark.parametrize("reverse", [False, True])
+def test_programs_give_what_they_give_without_the_wrapper(
+    reverse, options, buffers, same_as_one_process
+):
+    """One after the other, with plain steps in between."""
+    programs = PROGRAMS[:: -1 if reverse else 1]
+
+    def program(net, rank, step):
+        x = torch.linspace(-1, 1, 12).view(4, 3) * (rank + step + 1) / 9
+        if step % 2:
+            net(x).square().sum().backward()
+            return
+        alone = copy.deepcopy(net.module)
+        run = programs[step // 2]
+        for got, want in zip(tree_leaves(run(net, x)), tree_leaves(run(alone, x)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=run.__name__)
+
+    steps = 2 * len(PROGRAMS)
+    same_as_one_process(
+        program, options=options, model=lambda: Net(buffers=buffers), steps=steps, atol=1e-5,
+        rtol=1e-5,
+    )  # fmt: skip
 
 
 @on_ranks(2)
 def test_functional_call_when_other_modules_were_made():
-    net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
+    net = DistributedDataParallel(mlp())
     nn.Linear(2, 2)
-    torch.testing.assert_close(
-        called_with_parameters(net, inputs()), called_with_parameters(twin, inputs())
-    )
-    step(net, twin, 0)
-    net.module.last.bias = nn.Parameter(torch.ones(2))
-    called_with_parameters(net, inputs())  # does not hide what was replaced
-    with pytest.raises(ArgumentError, match=r"\['last.bias'\] were added or replaced"):
-        net(inputs())
+    x, doubled = torch.ones(2, 4) + dist.get_rank(), {n: 2 * p for n, p in detached(net).items()}
+    plain = {n.removeprefix("module."): p for n, p in doubled.items()}
+    want = functional_call(net.module, plain, (x,))
+    torch.testing.assert_close(functional_call(net, doubled, (x,)), want)
+    assert_good_step(net)
+    net.module[4].bias = nn.Parameter(torch.ones(2))
+    functional_call(net, doubled, (x,))  # does not hide what was replaced
+    with pytest.raises(ArgumentError, match=r"\['4.bias'\] were added or replaced"):
+        net(x)

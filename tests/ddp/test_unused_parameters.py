@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from functools import partial
 
 import pytest
@@ -13,137 +12,77 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp.common import assert_average, on_ranks
-from gradwire import collectives as C
-from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, ReductionError
-from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
-SMALL = {"bucket_cap_mb": 1e-6}
+SMALL, UNUSED = {"bucket_cap_mb": 1e-6}, {"find_unused_parameters": True}
 
 
-class Branches(nn.Module):
-    """A trunk and three branches, of which a forward takes those it is given."""
+class Layers(nn.Module):
+    """Layers, of which a forward takes those it is given: it may be given none."""
 
-    def __init__(self, width=4):
-        super().__init__()
-        self.trunk = nn.Linear(4, width)
-        self.branches = nn.ModuleList(nn.Linear(width, 2) for _ in range(3))
-
-    def forward(self, x, take):
-        x = self.trunk(x).tanh()
-        return sum(self.branches[i](x) for i in take)
-
-
-def batch(rank, step=0):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
-
-
-class Between(nn.Module):
-    """Ranks use one of two layers between two that exchange cotangents."""
-
-    def __init__(self, exchange):
+    def __init__(self, width=4, count=3):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
-        self.exchange = exchange or SyncBatchNorm(6)
-        self.either = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def forward(self, x, take):
-        x = self.either[take](self.first(x)).tanh()
-        return self.last(self.exchange(x))
+        for i in take:
+            x = self.layers[i](x).tanh()
+        return x * 2
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-@pytest.mark.parametrize("exchange", [None, C.all_reduce])
-@on_ranks(2, timeout=60)
-def test_layers_that_some_ranks_use_beside_other_collectives(exchange, options):
-    net = DistributedDataParallel(Between(exchange), **SMALL, **options)
-    twin = copy.deepcopy(net.module)
-    for step in range(3):
-        take = 0 if "static_graph" in options else step
-        for module in (net, twin):
-            module.zero_grad()
-            module(batch(dist.get_rank()), (dist.get_rank() + take) % 2).square().mean().backward()
-        assert_average(net, twin)
+def batch(rank, step=0, width=4):
+    return torch.full((2, width), (1.0 + rank + step) / width, requires_grad=True)
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("options", [{}, SMALL])
+TAKES = [
+    *([[0], [0]], [[0, 1], [1]], [[2], [0, 1, 2]], [[0], [2]], [[1], [1]]),
+    *([[], [0, 1]], [[1], []], [[], []], [[0], [1]], [[], [0]]),  # none on a rank
+]
+"""The layers that each rank takes in a step."""
+
+
+@pytest.mark.parametrize("hook", [None, "all_reduce"])
+@pytest.mark.parametrize("options", [{}, SMALL, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("width", [4, 1100])
-def test_control_flow_that_depends_on_rank_and_step(options, view, width, same_as_one_process):
-    takes = [[[0], [0]], [[0, 1], [1]], [[2], [0, 1, 2]], [[0], [2]], [[1], [1]]]
+def test_control_flow_that_depends_on_rank_and_step(width, options, hook, same_as_one_process):
+    """A rank that uses no parameter takes part with zeros, in each backward of its outputs."""
 
     def program(net, rank, step):
-        net(batch(rank, step), takes[step][rank]).square().mean().backward()
+        for i in range(step, step + 1 + (step == 8)):  # one adds to the gradients of another
+            loss = net(batch(rank, i, width), TAKES[i][rank]).square().sum()
+            loss.backward(retain_graph=True)
+            if i == 6:
+                loss.backward()
 
-    options = {**options, "find_unused_parameters": True, "gradient_as_bucket_view": view}
-    same_as_one_process(program, options=options, model=partial(Branches, width), steps=5)
-
-
-def test_parameters_unused_on_all_ranks_keep_their_gradient():
-    def main(view):
-        net = DistributedDataParallel(
-            Branches(300), find_unused_parameters=True, gradient_as_bucket_view=view
-        )
-        x = torch.full((1, 4), dist.get_rank() + 1.0)
-        net(x, [0, 1]).sum().backward()
-        kept = [p.grad.clone() for p in net.module.branches[1].parameters()]
-        for _ in range(2):  # gradients are not cleared
-            net(x, [0]).sum().backward()
-            for p, old in zip(net.module.branches[1].parameters(), kept, strict=True):
-                assert torch.equal(p.grad, old)
-        return [p.grad is None for p in net.module.branches[2].parameters()]
-
-    for view in (False, True):
-        assert run_ranks(main, 3, args=(view,)) == [[True, True]] * 3
+    options, model = {**options, **UNUSED}, partial(Layers, width)
+    same_as_one_process(program, 2, options, hook, model=model, steps=9)
 
 
-def test_unused_parameters_are_logged_by_name():
-    class Keep(logging.Handler):
-        def __init__(self):
-            super().__init__()
-            self.texts = []
-
-        def emit(self, record):
-            self.texts.append(record.getMessage())
-
-    def main():
-        logger, keep = logging.getLogger("gradwire.ddp"), Keep()
-        logger.setLevel(logging.DEBUG)
-        logger.addHandler(keep)
-        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
-        net(torch.ones(1, 4), [0, 1] if dist.get_rank() else [0, 2]).sum().backward()
-        logger.removeHandler(keep)
-        logger.setLevel(logging.NOTSET)
-        return keep.texts
-
-    assert run_ranks(main, 2) == [
-        [f"step 1: unused here: ('branches.{i}.weight', 'branches.{i}.bias')"] for i in (1, 2)
-    ]
-
-
-def test_use_within_no_sync_counts(same_as_one_process):
+@pytest.mark.parametrize("takes", [[[0], [0, 1]], [[0], [0]], [[], []]])
+@pytest.mark.parametrize("last", [[[0], [0]], [[], [1]]])
+def test_use_within_no_sync_counts(last, takes, same_as_one_process):
     """What only an accumulating step used takes part in the step that reduces."""
 
     def program(net, rank, step):
-        x = batch(rank, step)
         with net.no_sync():
-            net(x, [0, 1] if rank else [0]).sum().backward()
-        net(x, [0]).sum().backward()
+            net(batch(rank, step), takes[rank]).sum().backward()
+        net(batch(rank, step), last[rank]).sum().backward()
 
-    same_as_one_process(program, options={"find_unused_parameters": True}, model=Branches)
+    same_as_one_process(program, options=UNUSED, model=Layers)
 
 
 @on_ranks(2)
 def test_use_within_no_sync_that_was_cleared_does_not_count():
-    net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    net = DistributedDataParallel(Layers(), **UNUSED)
     x = torch.ones(2, 4)
     with net.no_sync():
         net(x, [0, 1]).sum().backward()
     net.zero_grad()
     net(x, [0]).sum().backward()
-    assert [branch.weight.grad is None for branch in net.module.branches] == [False, True, True]
+    assert [layer.weight.grad is None for layer in net.module.layers] == [False, True, True]
 
 
 @on_ranks(2)
@@ -156,7 +95,7 @@ def test_outputs_that_the_loss_leaves_out():
         def forward(self, x):
             return {"a": self.a(x), "b": [self.b(x)]}
 
-    net = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    net = DistributedDataParallel(Heads(), **UNUSED)
     for _ in range(3):
         net.zero_grad()
         out = net(torch.full((1, 4), dist.get_rank() + 1.0))
@@ -167,6 +106,95 @@ def test_outputs_that_the_loss_leaves_out():
         assert net.module.b.weight.grad.unique().tolist() == [1.5]
         assert net.module.a.weight.grad.unique().tolist() == [1.5]
     assert net.logging_data().unused == ("a.weight", "a.bias")
+
+
+@on_ranks(2)
+def test_a_module_that_returns_the_output_of_an_inner_one():
+    class Outer(Layers):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, take):
+            x = self.inner(x, [0])
+            return super().forward(x, take) if take else x
+
+    twin = Outer(Layers())
+    net = copy.deepcopy(twin)
+    net.inner = DistributedDataParallel(net.inner, **UNUSED)
+    inner = [f"inner.{name}" for name, _ in net.inner.named_parameters()]
+    net._ddp_params_and_buffers_to_ignore = inner
+    net = DistributedDataParallel(net, **UNUSED)
+    rank = dist.get_rank()
+    for model in (net, twin):
+        model(batch(rank), [0, 1] if rank else []).square().sum().backward()
+    assert_average(net, twin)
+
+
+@on_ranks(2)
+def test_two_modules_and_a_loss_that_uses_parameters():
+    """A gradient that comes before the outputs' on one rank does not change the order there."""
+    modules = [Layers(60, 2), Layers(60, 2)]
+    nets = [DistributedDataParallel(m, **UNUSED, **SMALL) for m in modules]
+    twins, rank = copy.deepcopy(modules), dist.get_rank()
+    for step in range(2):
+        for models, inner in ((nets, modules), (twins, twins)):
+            loss = inner[0].layers[0].weight.square().sum()
+            outputs = [m(batch(rank, step, 60), [0, 1] if rank else [1]) for m in models]
+            (loss + sum(h.square().sum() for h in outputs)).backward()
+        for net, twin in zip(nets, twins, strict=True):
+            assert_average(net, twin)
+        for model in (*nets, *twins):
+            model.zero_grad()
+
+
+class Whole(Layers):
+    """The graph of the outputs has no parameters: what is unused shows when backward ends."""
+
+    def forward(self, x, take):
+        return checkpoint(super().forward, x, take, use_reentrant=True)
+
+
+@pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
+def test_a_reentrant_checkpoint_around_all_layers(take, same_as_one_process):
+    def program(net, rank, step):
+        net(batch(rank, step), take[rank]).sum().backward()
+
+    same_as_one_process(program, 2, UNUSED, model=Whole, steps=2)
+
+
+@pytest.mark.parametrize("take", [[[], [0]], [[1], [0, 1]]])
+def test_a_repeated_backward_in_which_the_loss_uses_parameters(take, same_as_one_process):
+    """On a rank where only the loss uses it, its gradient comes before the outputs'."""
+
+    def program(net, rank, step):
+        loss = net(batch(rank, step), take[rank]).sum()
+        loss = loss + net.module.layers[0].weight.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    same_as_one_process(program, 2, UNUSED, model=Layers)
+
+
+@on_ranks(2)
+def test_backwards_without_parameters_send_nothing():
+    """On a rank that uses nothing as on others: gradients of inputs, and of frozen modules."""
+    net, take = DistributedDataParallel(Layers(), **UNUSED), [[], [0, 1]][dist.get_rank()]
+    x, other = batch(dist.get_rank()), torch.ones(4, requires_grad=True)
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    out = net(x, take).sum()
+    torch.autograd.grad(out, x, retain_graph=True, create_graph=True)
+    between = x * other
+    out = net(between, take).sum()
+    torch.autograd.grad(out, between, retain_graph=True)
+    out.backward(inputs=[x], retain_graph=True)
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
+    out.backward()
+    assert net.module.layers[0].weight.grad.any()
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    net.requires_grad_(False)
+    net(batch(dist.get_rank()), [0, 1]).sum().backward()
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
 
 
 # -- static graphs -------------------------------------------------------------------------
@@ -268,41 +296,31 @@ def test_static_graph_with_large_gradients_used_differently_by_rank(
 
 @on_ranks(1)
 def test_a_graph_that_is_not_static_is_named():
-    net = DistributedDataParallel(Branches(), static_graph=True)
+    net = DistributedDataParallel(Layers(), static_graph=True)
     x = torch.ones(1, 4)
     for take in ([0, 1], [0, 1]):
         net(x, take).sum().backward()
-    with pytest.raises(ReductionError, match=r"branches\.2\..*static_graph"):
+    with pytest.raises(ReductionError, match=r"layers\.2\..*static_graph"):
         net(x, [0, 1, 2]).sum().backward()
     net(x, [0, 1]).sum().backward()  # counted again
     net(x, [0, 1]).sum().backward()
     net(x, [0]).sum().backward()
-    with pytest.raises(ReductionError, match=r"\['branches\.1\.weight', 'branches\.1\.bias'\]"):
+    with pytest.raises(ReductionError, match=r"\['layers\.1\.weight', 'layers\.1\.bias'\]"):
         net(x, [0, 1])
     net(x, [0, 1]).sum().backward()
 
 
-class Once(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return checkpoint(self.second, self.first(x), use_reentrant=True)
-
-
 @on_ranks(2)
 def test_a_reentrant_checkpoint_where_parameters_may_be_unused_names_the_remedy():
-    net = DistributedDataParallel(Once(), find_unused_parameters=True)
+    net = DistributedDataParallel(Checkpointed(), **UNUSED)
     with pytest.raises((ReductionError, PeerFailedError), match="use_reentrant=False"):
         net(torch.ones(1, 4)).sum().backward()
 
 
 @on_ranks(2)
 def test_skip_all_reduce_unused_params():
-    net = DistributedDataParallel(
-        Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
-    )
+    options = {**UNUSED, **SMALL, "skip_all_reduce_unused_params": True}
+    net = DistributedDataParallel(Layers(), **options)
     x, sent = torch.ones(1, 4), []
     for take in ([0, 1, 2], [0, 1, 2], [0], [0]):
         net.zero_grad()
@@ -312,9 +330,9 @@ def test_skip_all_reduce_unused_params():
         before = dist.group.WORLD._get_sequence_number_for_group()
         net(x, take).sum().backward()
         sent.append(dist.group.WORLD._get_sequence_number_for_group() - before)
-        assert net.module.branches[2].weight.grad is None or len(take) > 1
+        assert net.module.layers[2].weight.grad is None or len(take) > 1
     assert sent[2] < sent[3] < sent[1]
-    assert net.module.branches[1].bias.grad.tolist() == [0.5, 0.5]  # accumulated before
+    assert net.module.layers[1].bias.grad.any()  # accumulated before, on rank 1
 
 
 @on_ranks(2)

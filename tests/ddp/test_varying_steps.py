@@ -13,7 +13,6 @@ from gradwire.errors import DistributedError
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 OPTIONS = [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0}]
-AS_VIEWS = {"gradient_as_bucket_view": True}
 
 
 class Net(nn.Module):
@@ -82,17 +81,6 @@ def by_autograd_grad(net, rank, x):
     out.backward()
 
 
-def repeated(net, rank, x):
-    out = squares(net, x)
-    out.backward(retain_graph=True)
-    net.zero_grad()
-    out.backward()
-
-
-def with_a_graph(net, rank, x):
-    squares(net, x).backward(create_graph=True)
-
-
 def in_parts(net, rank, x, order=1):
     """Two parts of the module, the second of which does not reach the first."""
     out = net(x, use=[0, 1])
@@ -118,13 +106,6 @@ def frozen_after_the_forward(net, rank, x, ranks=(0, 1)):
     net.module.layers[1].requires_grad_(True)
 
 
-def frozen_after_others(net, rank, x, ranks=(0, 1), program=frozen):
-    with net.no_sync():
-        squares(net, 2 * x).backward()
-    program(net, rank, x, ranks)
-
-
-FROZEN = [frozen, frozen_after_the_forward, frozen_after_others]
 PROGRAMS = [
     cleared_in_part,
     local_before,
@@ -132,14 +113,11 @@ PROGRAMS = [
     past_the_outputs,
     frozen_and_past_the_outputs,
     by_autograd_grad,
-    repeated,
-    with_a_graph,
     in_parts,
     head_first,
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_step_after_others(program, same_as_one_process):
     def run(net, rank, step):
@@ -151,24 +129,19 @@ def test_a_step_after_others(program, same_as_one_process):
     same_as_one_process(run, model=Net, steps=6)
 
 
-@pytest.mark.narrow(
-    {"options": {}, "hook": None},
-    {"options": {"find_unused_parameters": True}, "hook": "bf16", "ranks": (1,)},
-    {"options": {"static_graph": True}, "hook": None, "ranks": (0,)},
-)
-@pytest.mark.parametrize("hook", [None, "bf16"])
-@pytest.mark.parametrize("options", [*OPTIONS, {"static_graph": True}, AS_VIEWS])
-@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
-@pytest.mark.parametrize("program", FROZEN)
-def test_parameters_frozen_on_some_ranks(program, ranks, options, hook, same_as_one_process):
+@pytest.mark.parametrize("options", [*OPTIONS, {"static_graph": True}])
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("program", [frozen, frozen_after_the_forward])
+def test_parameters_frozen_on_some_ranks(program, ranks, options, same_as_one_process):
+    """The fuzzer's models have frozen ones with other options, and with hooks."""
+
     def run(net, rank, step):
         if step in (2, 3):
             program(net, rank, batch(rank, step), ranks)
         else:
             squares(net, batch(rank, step)).backward()
 
-    near = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
-    same_as_one_process(run, options=options, hook=hook, model=Net, steps=5, **near)
+    same_as_one_process(run, options=options, model=Net, steps=5)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

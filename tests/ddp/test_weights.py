@@ -113,57 +113,34 @@ def one_rank(step):
     return dist.get_rank() == step % 2
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize(
-    ("options", "hook", "extra"),
-    [
-        ({}, None, always),
-        ({"gradient_as_bucket_view": True}, None, always),
-        ({"bucket_cap_mb": 1e-3, "lazy_bucket_allocation": True}, None, always),
-        ({"find_unused_parameters": True}, None, one_rank),
-        ({"find_unused_parameters": True}, hooks.all_reduce, one_rank),
-        ({"static_graph": True}, None, always),
-        ({}, hooks.all_reduce, always),
-        (
-            {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
-            hooks.all_reduce,
-            always,
-        ),
-    ],
-    ids=["plain", "view", "lazy", "unused", "unused-hook", "static", "hook", "skip"],
-)
-@pytest.mark.narrow(
-    {
-        "micro": 3,
-        "each_backend": "gloo",
-        "extra": one_rank,
-        "options": {"find_unused_parameters": True},
-    },
-    {"micro": 1, "each_backend": "shm", "options": {"gradient_as_bucket_view": True}},
-)
-@on_ranks(2)
-def test_the_mean_over_samples(options, hook, extra, micro):
-    net = DistributedDataParallel(Net(), **options)
-    net.register_comm_hook(None, hook)
-    train(net, micro=micro, extra=extra)
+UNUSED = {"find_unused_parameters": True}
+CASES = {  # options, hook, which ranks use a layer, arguments of the model
+    "view": ({"gradient_as_bucket_view": True}, None, always, {}),
+    "lazy": ({"bucket_cap_mb": 1e-3, "lazy_bucket_allocation": True}, None, always, {}),
+    "unused": (UNUSED, None, one_rank, {}),
+    "unused-hook": (UNUSED, "all_reduce", one_rank, {}),
+    "skip": ({**UNUSED, "skip_all_reduce_unused_params": True}, "all_reduce", always, {}),
+    "static": ({"static_graph": True}, None, always, {}),
+    "sparse": ({}, None, always, {"sparse": True}),
+    "sparse-hook": ({}, "all_reduce", always, {"sparse": True}),
+    "reentrant": ({}, None, always, {"reentrant": True}),
+    "checkpoint": ({}, None, always, {"reentrant": False}),
+    "zeros": ({}, None, always, {}),
+    "finalize": ({}, None, always, {}),
+    "smaller": ({}, "bf16", always, {}),
+}
 
 
-@pytest.mark.parametrize(
-    "case", ["sparse", "sparse-hook", "reentrant", "checkpoint", "zeros", "finalize", "smaller"]
-)
-@pytest.mark.narrow(
-    {"case": ["sparse", "zeros"], "each_backend": "gloo"},
-    {"case": ["finalize", "smaller"], "each_backend": "shm"},
-)
+@pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
-def test_weights_with_other_features(case):
-    reentrant = {"reentrant": True, "checkpoint": False}.get(case)
-    module = Net(sparse="sparse" in case, reentrant=reentrant)
-    net = DistributedDataParallel(module)
-    hook = {"sparse-hook": hooks.all_reduce, "smaller": hooks.bf16}.get(case)
+def test_the_mean_over_samples(case):
+    options, hook, extra, model = CASES[case]
+    net = DistributedDataParallel(Net(**model), **options)
     net.register_comm_hook(None, hook)
     net.require_manual_backward_finalization = case == "finalize"
-    train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "smaller" else 1e-4)
+    rtol = 0.05 if case == "smaller" else 1e-4
+    for micro in (1, 3):
+        train(net, micro=micro, none=case != "zeros", extra=extra, rtol=rtol)
 
 
 def linear(**options):
@@ -193,19 +170,6 @@ def test_ranks_of_weight_zero(hook):
     assert backward(net, 0, rows(0)).tolist() == [[0.0, 0.0]]  # nobody has any
     net.zero_grad()
     assert backward(net, 0.25, rows(1)).tolist() == [[1.0, 1.0]]
-
-
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
-@on_ranks(2)
-def test_steps_with_and_without_weights(hook):
-    net = linear()
-    net.register_comm_hook(None, hook)
-    x = rows(1, dist.get_rank() + 1.0)
-    weighted = (1 + 2 * dist.get_rank(), 1.75)
-    want = [(None, 1.5), weighted, (None, 1.5), weighted]
-    for weight, mean in want[hook == "fp16" :]:  # which needs a weight in its first backward
-        assert backward(net, weight, x).tolist() == [[mean, mean]]
-        net.zero_grad()
 
 
 @pytest.mark.parametrize("weight", [None, 2])
@@ -357,15 +321,6 @@ def test_unsupported_uses_of_weights():
         net(rows(1)).sum().backward(create_graph=True)
 
 
-@on_ranks(2)
-def test_bfloat16_with_a_hook():
-    net = linear().bfloat16()
-    net = DistributedDataParallel(net.module)
-    net.register_comm_hook(None, "all_reduce")
-    own = dist.get_rank()
-    assert backward(net, 1 + 2 * own, rows(1, 1.0 + own).bfloat16()).tolist() == [[1.75, 1.75]]
-
-
 def test_under_compat_the_wrapper_has_no_weight():
     """Programs initialize every module that has one."""
 
@@ -378,25 +333,6 @@ def test_under_compat_the_wrapper_has_no_weight():
             return net.module.weight.grad.tolist()
 
     assert run_ranks(main, 2) == [[[1.75, 1.75]]] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
-def test_weights_do_not_follow_the_default_dtype(hook, dtype):
-    def main():
-        net = DistributedDataParallel(nn.Linear(1, 1, bias=False, dtype=torch.float32))
-        net.register_comm_hook(None, hook)
-        rank = dist.get_rank()
-        x = torch.tensor([[1.0 + rank]], dtype=torch.float32)
-        torch.set_default_dtype(dtype)
-        try:
-            net.weight(40_001 if rank else 40_000)
-            net(x).mean().backward()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        return net.module.weight.grad.item()
-
-    assert run_ranks(main, 2) == pytest.approx([(40_000 + 80_002) / 80_001] * 2, rel=1e-6)
 
 
 class Now(nn.Module):
@@ -430,18 +366,6 @@ def test_samples_of_a_forward_that_uses_no_parameter_count(grad, after):
         found += net.module.linear.weight.grad.tolist()
     half = [[0.5, 0.5]] * 2 if grad or not after else [[1.0, 1.0]] * 2
     assert found == half
-
-
-@on_ranks(2)
-def test_two_forwards_that_share_a_weight():
-    net = DistributedDataParallel(Now(), find_unused_parameters=True)
-    with net.no_sync():
-        net.weight(2)
-        out = net(rows(2), use=False) + net(rows(2), use=True)[:, 0]
-        out.mean().backward()
-    net.weight(2)
-    net(rows(2, 3.0), use=True).mean().backward()
-    assert net.module.linear.weight.grad.tolist() == [[2.0, 2.0]]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
