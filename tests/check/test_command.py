@@ -126,7 +126,7 @@ def test_a_finding_is_reported_as_json(program):
 def test_nothing_is_found_in_a_correct_program(program):
     ended = run(str(program))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"{len(CHOSEN)} checks of 2 ranks, 6 steps\n"
+    assert ended.stdout == f"nothing found by {len(CHOSEN)} checks of 2 ranks, 6 steps\n"
     assert "Warning" not in ended.stderr
     assert ended.stderr.count("printed 1") == 2
 

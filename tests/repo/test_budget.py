@@ -22,7 +22,7 @@ BUDGET = {  # package: (code lines, files)
     "": (981, 14),  # modules at the top level
     "buckets": (108, 2),
     "check": (1655, 8),
-    "cli": (927, 10),
+    "cli": (926, 10),
     "collectives": (2466, 10),
     "compat": (844, 6),
     "ddp": (4735, 21),

@@ -94,9 +94,11 @@ def check(
     outcome = run_checked(["-m"] * module + list(program), nproc_per_node, steps, timeout)
     findings = conclude(outcome.run, checks)
     steps = min((len(outcome.run.of("stepped", rank)) for rank in outcome.run.ranks), default=0)
-    notes = _notes(outcome, len(checks), steps)
     compared = steps and (outcome.run.replicas() or outcome.run.alone())
     checked = compared and not outcome.failed and not outcome.stalled
+    result = "nothing found by " if checked and not findings else ""
+    notes = [f"{result}{len(checks)} checks of {len(outcome.run.ranks)} ranks, {steps} steps"]
+    notes += _notes(outcome, steps)
     if as_json:
         report: dict[str, object] = {"findings": list(map(asdict, findings)), "notes": notes}
         report |= {"steps": steps, "ranks": nproc_per_node}
@@ -118,14 +120,11 @@ def check(
     sys.exit(_FOUND if findings else 0 if checked else _UNCHECKED)
 
 
-def _notes(outcome: Outcome, checks: int, steps: int) -> list[str]:
-    """Return what was checked, and what could not be."""
+def _notes(outcome: Outcome, steps: int) -> list[str]:
+    """Return what could not be checked."""
     run = outcome.run
-    notes = [f"{checks} checks of {len(run.ranks)} ranks, {steps} steps"]
     errors = [(e["time"], rank, e["error"]) for rank in run.ranks for e in run.of("error", rank)]
-    notes += [
-        f"rank {rank} failed: {error}" for _, rank, error in sorted(errors)
-    ]  # the cause first
+    notes = [f"rank {rank} failed: {error}" for _, rank, error in sorted(errors)]  # cause first
     silent = outcome.failed.keys() - {rank for _, rank, _ in errors}
     notes += [f"rank {r} failed with exit code {outcome.failed[r]}" for r in sorted(silent)]
     if outcome.stalled:
