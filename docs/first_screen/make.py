@@ -120,9 +120,9 @@ def picture(events: list[dict]) -> str:
         place, stop = max(event["ts"], start), min(event["ts"] + event["dur"], end)
         waits = event["tid"] == 3 and event["name"] == f"rank {1 - event['pid']}"
         color = "#c0504d" if waits else STATE_COLORS.get(event["name"])
-        if stop <= place or color is None:
-            continue
         x, wide = left + (place - start) * scale, (stop - place) * scale
+        if wide < 0.1 or color is None:
+            continue
         y = 20 + 70 * event["pid"] + 26 * waits
         text = event["name"] if not waits else f"waits for {event['name']}"
         drawn.append(
@@ -131,16 +131,21 @@ def picture(events: list[dict]) -> str:
         )
     labels = [f'<text x="10" y="{36 + 70 * rank}">rank {rank}</text>' for rank in (0, 1)]
     labels += [f'<text x="10" y="{62 + 70 * rank}" fill="#777">waits</text>' for rank in (0, 1)]
+    for ms in range(0, int((end - start) / 1000) + 1, 50):
+        x = left + 1000 * ms * scale
+        labels.append(f'<path d="M{x:.1f} 140v5" stroke="#777"/>')
+        labels.append(f'<text x="{x:.1f}" y="158" fill="#777" text-anchor="middle">{ms}</text>')
+    labels.append('<text x="10" y="158" fill="#777">time, ms</text>')
     legend = [*STATE_COLORS.items(), ("waits for the other rank", "#c0504d")]
     x = left
     for text, color in legend:
-        labels.append(f'<rect x="{x}" y="168" width="12" height="12" fill="{color}"/>')
-        labels.append(f'<text x="{x + 17}" y="179">{text}</text>')
+        labels.append(f'<rect x="{x}" y="178" width="12" height="12" fill="{color}"/>')
+        labels.append(f'<text x="{x + 17}" y="189">{text}</text>')
         x += 40 + 7 * len(text)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 190" font-size="13" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 200" font-size="13" '
         'font-family="sans-serif" role="img"><title>Three steps of two ranks: rank 1 waits for '
-        'rank 0, whose data takes longer</title><rect width="840" height="190" fill="#fff"/>'
+        'rank 0, whose data takes longer</title><rect width="840" height="200" fill="#fff"/>'
         f"{''.join(drawn)}{''.join(labels)}</svg>\n"
     )
 
