@@ -106,7 +106,7 @@ def test_invalid_programs_are_rejected_before_start(arguments, message):
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
     """The directory of dumps may also contain checkpoints."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
-    ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
+    ours = {"rank_0", "rank_12", "process-me-7.json", "crash-1.txt", "exits-0.json", "request"}
     for name in theirs | ours | {"crash-of-process-host-7.txt", ".1.234.0.part", "run.json.1.part"}:
         (tmp_path / name).write_text("")
     (tmp_path / "rank_3").mkdir()
@@ -142,7 +142,7 @@ def test_exits_before_a_restart_are_removed(tmp_path, monkeypatch):
     group = Started(tmp_path, monkeypatch, world_size=2)
     group.agent._pcontext.close("now")
     assert set(json.loads((tmp_path / "exits-0.json").read_text())) == {"0", "1"}
-    for name in ("rank_0", "rank_1", "process-1.json", "crash-0.txt", "crash-1.txt", "rank_1.pt"):
+    for name in ("rank_0", "rank_1", "process-h-1.json", "crash-0.txt", "crash-1.txt", "rank_1.pt"):
         (tmp_path / name).write_text("")
     group.world_size = 1  # a host was lost
     group.start()

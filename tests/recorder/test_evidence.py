@@ -133,7 +133,7 @@ def recorded(directory: Path, run: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ |= {"RANK": "0", OWNER: str(os.getpid())}
         recorder.start(directory)
-        assert wait_until((directory / "process-0.json").exists, 20)
+        assert wait_until(lambda: bool([*directory.glob("ring-0")]), 20)
         run()
 
     return os.waitstatus_to_exitcode(os.waitpid(fork(be_rank), 0)[1])

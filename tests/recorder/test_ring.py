@@ -27,7 +27,7 @@ from gradwire.recorder import events as noted
 from gradwire.recorder.files import load, loads
 from gradwire.recorder.flight_record import await_gloos_ends
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 
 def every_op():
@@ -57,7 +57,7 @@ def analysed(directory: str):
 @pytest.fixture(autouse=True, scope="module")
 def fresh_processes() -> None:
     """Torch keeps the entries of other tests' groups, which have the same names."""
-    close_pool()
+    POOL.close()
 
 
 @pytest.mark.wide

@@ -67,7 +67,8 @@ class Run:
     def start(self, rank: int, pid: int, **launch: str) -> None:
         launch = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} | launch
         found = {"rank": rank, "pid": pid, "started": pid, "host": "me", "namespace": ""}
-        (self.directory / f"start-me-{pid}.json").write_text(json.dumps(found | {"launch": launch}))
+        text = json.dumps(found | {"launch": launch})
+        (self.directory / f"process-me-{pid}.json").write_text(text)
 
     def exits(self, **codes: int) -> None:
         found = {rank[1:]: {"code": code, "time": 0} for rank, code in codes.items()}

@@ -33,7 +33,7 @@ FOLDER = "gradwire-recorder-"
 _WAIT_SECONDS = 2.0  # wait for dumps; a rank polls for requests five times per second
 _NO_LOGS = "0"  # torchrun's value for no logs
 _OURS = re.compile(
-    rf"{PREFIX}\d+|(process|kernel|exits)-\d+\.json|start-.+-\d+\.json|{REQUEST}"
+    rf"{PREFIX}\d+|(kernel|exits)-\d+\.json|process-.+-\d+\.json|{REQUEST}"
     r"|(crash|stacks)-(\d+|of-process-.+)\.txt|ring-(\d+|of-process-.+)"
     r"|\.\d+\.\d+\.\d+\.part"  # partial dump of a killed rank
 )
@@ -180,12 +180,12 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
 def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int) -> None:
     """Remove notes on this host's ranks before a restart, which starts new processes."""
     exits.unlink(missing_ok=True)
-    for path in directory.glob("start-*.json"):
+    for path in directory.glob("process-*.json"):
         path.unlink(missing_ok=True)
     for rank in ranks:
         names = [f"stacks-{rank}.txt", f"kernel-{rank}.json", f"crash-{rank}.txt"]
         if rank >= world_size:
-            names += [f"{PREFIX}{rank}", f"process-{rank}.json"]
+            names.append(f"{PREFIX}{rank}")
         for name in names:
             (directory / name).unlink(missing_ok=True)
 

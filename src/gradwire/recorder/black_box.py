@@ -84,7 +84,7 @@ class BlackBox:
         self._moments: list[Record] = []
         self._kernel: Record = {}
         self._spare: list[int] = []  # descriptor that is closed to write when files are exhausted
-        self._launch: dict[str, str] = {}
+        self._process: Process | None = None
         self._earlier_hook: Callable[..., Any] | None = None
         self._hook_of_threads: Callable[..., Any] | None = None
 
@@ -97,7 +97,7 @@ class BlackBox:
         at_end_of_job(self._at_end_of_job)
         self._exits.start()
         self._files.start()
-        self._write_start()
+        self._announce()
         self._spare.append(os.open(os.devnull, os.O_RDONLY))
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
@@ -123,7 +123,6 @@ class BlackBox:
         if rank is None or os.getpid() != self._pid:
             return None
         self._announce()
-        self._write_start()
         if reason in _BETWEEN_COLLECTIVES:
             await_gloos_ends()
         with self._lock:
@@ -178,34 +177,22 @@ class BlackBox:
         }
 
     def _announce(self) -> None:
-        """Write the PID to the directory, so that other ranks can look up this process."""
+        """Write who this process is, so that others can look it up, and see how it was started."""
         rank = _identity()
-        if rank is None or rank == self._announced:
-            return
-        self._announced = rank
-        (self.directory / f"{PREFIX}{rank}").unlink(missing_ok=True)  # an earlier run's
-        self._files.announce(rank)
-        text = json.dumps(vars(Process.this(rank)))
-        (self.directory / f"process-{rank}.json").write_text(text)
-
-    def _write_start(self) -> None:
-        """Write who this process is started as, if a launcher started it as a rank."""
-        rank = _launched_rank() if this_rank() is None else None
-        if rank is None:
+        if rank is None or (rank == self._announced and this_rank() is not None):
             return
         process = Process.this(rank)
-        if process.launch == self._launch:
+        if process == self._process:
             return
-        self._launch = process.launch  # which the program may change until it has a group
-        notes = f"start-{socket.gethostname()}-"
-        for path in self.directory.glob(f"{notes}*.json"):
-            # a process in whose place a launcher has started this one
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                other = Process(**json.loads(path.read_text()))
-                if other.rank == process.rank and other.state in ENDED:
-                    path.unlink()
-        text = json.dumps(vars(process))
-        (self.directory / f"{notes}{os.getpid()}.json").write_text(text)
+        self._process = process  # whose variables the program may change until it has a group
+        if rank != self._announced:
+            self._announced = rank
+            (self.directory / f"{PREFIX}{rank}").unlink(missing_ok=True)  # an earlier run's
+            self._files.announce(rank)
+        for other in processes_in(self.directory):
+            if other.rank == rank and other.state in ENDED:  # this one was started in its place
+                other.file(self.directory).unlink(missing_ok=True)
+        process.file(self.directory).write_text(json.dumps(vars(process)))
 
     # -- when --------------------------------------------------------------------------------
 
@@ -246,7 +233,6 @@ class BlackBox:
                 return
             with contextlib.suppress(OSError):  # the directory may be removed
                 self._announce()
-                self._write_start()
                 if self._files.is_aborting():
                     self._at_last(lambda: self.write("crash"))
                     self._files.end_aborted()

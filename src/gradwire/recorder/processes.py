@@ -160,6 +160,10 @@ class Process:
         launch = {name: os.environ[name] for name in _LAUNCH if name in os.environ}
         return cls(rank, os.getpid(), started, socket.gethostname(), namespace("pid"), launch)
 
+    def file(self, directory: Path) -> Path:
+        """Return the file that describes it, also beside another process of the same rank."""
+        return directory / f"process-{self.host}-{self.pid}.json"
+
     @property
     def state(self) -> str:
         """State: "gone", "stopped", …; "unknown" without /proc; "" for another host's process."""
@@ -175,7 +179,8 @@ def processes_in(directory: Path) -> list[Process]:
     for path in directory.glob("process-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Process(**json.loads(path.read_text())))
-    return sorted(found, key=lambda process: process.rank)
+    # one that runs comes after one that it was started in place of
+    return sorted(found, key=lambda process: (process.rank, process.state not in ENDED))
 
 
 # -- requests for dumps --------------------------------------------------------------------------

@@ -446,7 +446,7 @@ def _add_files(dumps: Dumps, directory: Path, *, outliving: bool) -> None:
         with contextlib.suppress(OSError, ValueError):
             path = directory / f"kernel-{rank}.json"
             dumps.kernel[rank] = json.loads(path.read_text()) | {"time": path.stat().st_mtime_ns}
-    for path in directory.glob("start-*.json"):
+    for path in directory.glob("process-*.json"):
         with contextlib.suppress(*_INVALID):
             dumps.starts.append(_read(Start, json.loads(path.read_text())))
 

@@ -8,10 +8,13 @@ may be a consequence of one that is. If there is no cause, ranks wait: then the 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gradwire.recorder.verdict import ends, errors, waits
+from gradwire.recorder.verdict.dumps import Dumps, read_dumps
 from gradwire.recorder.verdict.evidence import (
     CERTAIN,
     LIKELY,
@@ -21,6 +24,7 @@ from gradwire.recorder.verdict.evidence import (
     Evidence,
     Finding,
     Kind,
+    Verdict,
     at_line,
     by_ranks,
     list_ranks,
@@ -30,6 +34,7 @@ from gradwire.recorder.verdict.evidence import (
     unique,
     were,
 )
+from gradwire.recorder.verdict.slow import find_slow
 
 _Find = Callable[[Evidence], Finding | None]
 
@@ -54,6 +59,56 @@ _SPREADS = (Kind.CRASHED, Kind.DIED, Kind.ERROR, Kind.FINISHED, Kind.NOT_FINITE,
 """Kinds whose consequences on the other ranks are told."""
 _LEFT_OUT = (Kind.FINISHED, Kind.MISSING, Kind.MISMATCH, Kind.SKIPPED)
 """Kinds that a swallowed error, or another line before, may explain."""
+
+
+_LEAST_FREE = 1 << 20  # bytes on the disk with the dumps
+
+
+def explain(directory: Path, prefix: str | None = None, *, live: bool = False) -> Verdict:
+    """Return the verdict on a directory of dumps.
+
+    Args:
+        directory: Directory that ranks wrote to; dumps of torch's flight recorder work too.
+        prefix: Prefix of file names. Default: the most common one.
+        live: True if the ranks run: those that have not waited for a second are no failure.
+
+    Raises:
+        ArgumentError: The directory has no dumps, or none in torch's format.
+    """
+    dumps = read_dumps(directory, prefix)
+    evidence = Evidence(dumps, live=live)
+    if live and evidence.makes_progress():
+        text = "the ranks run, and none has waited for another for more than a second"
+        calls = by_ranks({rank: evidence.last_call(rank) for rank in dumps.ranks})
+        findings = [Finding(Kind.NOTHING, (), text, details=calls)]
+    else:
+        findings = find_failures(evidence) or find_slow(dumps)
+    if not findings:
+        count = sum(len(of) for dump in dumps.ranks.values() for of in dump.calls.values())
+        text = f"nothing failed, and no rank was late for long ({count} calls)"
+        findings = [Finding(Kind.NOTHING, (), text)]
+    hosts = {start.rank: (start.pid, start.host) for start in dumps.starts}
+    hosts |= {rank: (dump.pid, dump.host) for rank, dump in dumps.ranks.items() if dump.pid}
+    processes = {rank: f"pid {pid} on {host or 'this host'}" for rank, (pid, host) in hosts.items()}
+    return Verdict(
+        findings, len(dumps.world), sorted(dumps.ranks), _notes(dumps, directory), processes
+    )
+
+
+def _notes(dumps: Dumps, directory: Path) -> list[str]:
+    notes = []
+    missing = [rank for rank in dumps.world if rank not in {*dumps.ranks, *dumps.damaged}]
+    if dumps.damaged:
+        notes.append(f"the dumps of {list_ranks(dumps.damaged)} cannot be read")
+    if missing:
+        full = shutil.disk_usage(directory).free < _LEAST_FREE
+        text = ": the disk with the records is full" if full else ""
+        notes.append(f"no dump of {list_ranks(missing)}{text}")
+    if all(not dump.reason for dump in dumps.ranks.values()):
+        notes.append(
+            "dumps of torch's own recorder: they lack stacks of waiting ranks and end times"
+        )
+    return notes
 
 
 def find_failures(evidence: Evidence) -> list[Finding]:
