@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 __all__ = ["launch"]
 
@@ -30,7 +30,7 @@ def launch(work: Callable[..., T], *args: object, world_size: int, backend: str)
     Raises:
         RankError: A rank raised or died.
     """
-    close_pool()  # memory is measured in new processes
+    POOL.close()  # memory is measured in new processes
     given = (work, args)
     result: T = run_ranks(_rank, world_size, backend=backend, timeout=SECONDS, args=given)[0]
     return result

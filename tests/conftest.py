@@ -20,7 +20,7 @@ import pytest
 from forked_ranks import ForkedRank, end_servers
 
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("gloo", "shm")
@@ -116,7 +116,7 @@ def _rank_processes() -> Iterator[None]:
             start = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})
             patch.setattr("gradwire.testing.worker.subprocess", start)
         yield
-        close_pool()
+        POOL.close()
         end_servers()
 
 

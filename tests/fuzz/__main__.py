@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.kinds import KINDS
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 
 def main() -> int:
@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace, backend: str) -> int:
 
 if __name__ == "__main__":
     status = main()
-    close_pool()
+    POOL.close()
     sys.exit(status)

@@ -33,7 +33,7 @@ from torch import __version__ as TORCH  # noqa: E402
 
 from gradwire.errors import CollectiveTimeoutError  # noqa: E402
 from gradwire.testing import RankError, run_ranks  # noqa: E402
-from gradwire.testing.worker import close_pool  # noqa: E402
+from gradwire.testing.worker import POOL  # noqa: E402
 
 SIDES = ("torch", "gradwire")
 LIMIT = 60.0
@@ -72,7 +72,7 @@ def outcome(name: str, side: str, ranks: int) -> Outcome:
     started = time.monotonic()
     came, why = attempt(name, side, ranks)
     if "was killed by" in why:
-        close_pool()
+        POOL.close()
         started = time.monotonic()
         came, why = attempt(name, side, ranks)
     return Outcome(name, side, ranks, came, why, round(time.monotonic() - started, 1))
@@ -84,14 +84,14 @@ def run_all(tests: Sequence[str], sides: Sequence[str], ranks: Sequence[int]) ->
     for count in ranks:
         for side in sides:
             os.environ["WORLD_SIZE"] = str(count)  # the suite reads it when it is imported
-            close_pool()
+            POOL.close()
             for name in tests or names():
                 result = outcome(name, side, count)
                 outcomes.append(result)
                 print(f"{count} ranks  {side:<9}{result.came:<8}{result.seconds:6.1f} s  {name}")
                 if result.came in ("failed", "hung"):
                     print(result.why, flush=True)
-    close_pool()
+    POOL.close()
     return outcomes
 
 

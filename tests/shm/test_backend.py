@@ -15,7 +15,7 @@ import gradwire.shm
 from gradwire import all_reduce
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.recorder.flight_record import flight_record
-from gradwire.shm.process_group import ShmBackend
+from gradwire.shm.register import ShmBackend
 
 CPU = torch.device("cpu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm import arrivals, message_ring, point_to_point, process_group, segment
+from gradwire.shm import arrivals, message_ring, point_to_point, segment
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import shm_backend_of
@@ -645,7 +646,8 @@ def test_a_send_amid_the_making_of_a_ring():
 @pytest.mark.on_ranks(2)
 def test_nothing_is_read_before_the_group_is_formed():
     """Each peer has its `Incoming` when the links' thread may call it."""
-    state_of, seen, made = process_group.SharedMemory, [], []
+    register = sys.modules["gradwire.shm.register"]  # the package has a function of that name
+    state_of, seen, made = register.SharedMemory, [], []
 
     def make(*arguments):
         made.append(state_of(*arguments))
@@ -653,7 +655,7 @@ def test_nothing_is_read_before_the_group_is_formed():
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "SharedMemory", make)
+        patch.setattr(register, "SharedMemory", make)
         group = dist.new_group([0, 1])
     dist.barrier(group=group)
     assert seen == [False]

@@ -24,7 +24,7 @@ from gradwire.errors import (
     NotSupportedError,
 )
 from gradwire.testing import RankError, run_ranks
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -297,7 +297,7 @@ def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
 
 @pytest.mark.wide
 def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_pool()
+    POOL.close()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         with pytest.raises(

@@ -13,7 +13,7 @@ import pytest
 
 from gradwire._processes import ENDED, stat_of, wait_until
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import close_pool
+from gradwire.testing.worker import POOL
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -143,9 +143,9 @@ def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None
 @pytest.mark.wide
 def test_the_pool_can_be_closed_and_starts_again() -> None:
     pids = run_ranks(os.getpid)
-    close_pool()
+    POOL.close()
     assert not any(map(alive, pids))
-    close_pool()
+    POOL.close()
     assert not set(run_ranks(os.getpid)) & set(pids)
 
 

@@ -5,9 +5,9 @@ from gradwire.shm.engine import Options
 from gradwire.shm.engine import cut_gloo as cut_gloo
 from gradwire.shm.engine import in_time as in_time
 from gradwire.shm.operations import Operations as Operations
-from gradwire.shm.process_group import ShmProcessGroup as ShmProcessGroup
-from gradwire.shm.process_group import join as join
+from gradwire.shm.register import ShmProcessGroup as ShmProcessGroup
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
+from gradwire.shm.register import join as join
 from gradwire.shm.register import shm_backend_of as shm_backend_of
 from gradwire.shm.rendezvous import connect_all as connect_all
 from gradwire.shm.work import ShmWork as ShmWork

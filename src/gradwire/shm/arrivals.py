@@ -115,25 +115,17 @@ class Mailbox:
         """Keep a message without a matching receive."""
         self._unexpected.append(envelope)
 
-    def fail(self, source: int, error: DistributedError) -> None:
-        """Fail the receives from a lost peer, after all of its messages were taken."""
+    def fail(self, error: DistributedError, source: int | None = None) -> None:
+        """Fail the receives from a lost peer, after all of its messages were taken; or all."""
         # If all peers are lost, fail the receives from any rank as well.
-        self._silent.add(source)
-        all_silent = len(self._silent) == self._peers
-        failed = [
-            w for w in self._posted if w.source == source or (w.source is None and all_silent)
-        ]
-        for receive in failed:
-            self._posted.remove(receive)
-            if not receive.work.is_done():
-                receive.work.finish(error)
-
-    def fail_all(self, error: DistributedError) -> None:
-        """Fail all posted receives."""
-        while self._posted:
-            receive = self._posted.popleft()
-            if not receive.work.is_done():
-                receive.work.finish(error)
+        if source is not None:
+            self._silent.add(source)
+        every = source is None or len(self._silent) == self._peers
+        for receive in list(self._posted):
+            if source in (None, receive.source) or (receive.source is None and every):
+                self._posted.remove(receive)
+                if not receive.work.is_done():
+                    receive.work.finish(error)
 
     def cancel(self, work: ShmWork) -> bool:
         """Remove a receive; return False if a message had matched it."""
@@ -351,7 +343,7 @@ class Arrivals:
         if receive is not None and not receive.work.is_done():
             receive.work.finish(error)
         with self._links.lock:
-            self._mailbox.fail(self._source, error)
+            self._mailbox.fail(error, self._source)
 
 
 def _check(head: Head, source: int) -> None:

@@ -103,7 +103,7 @@ class RingMessages:
             receive.complete(envelope)
         elif links.aborted is not None:  # by another thread, after the check above
             with links.lock:
-                mailbox.fail_all(links.aborted)
+                mailbox.fail(links.aborted)
         elif links.lost:  # receives posted before have failed already
             for sender in senders:  # not over `lost`: the links' thread may add to it
                 sender.poll()
@@ -111,7 +111,7 @@ class RingMessages:
     def fail_all(self, error: DistributedError) -> None:
         """Fail all receives, posted or half filled; the links have the same error."""
         with self._links.lock:
-            self._mailbox.fail_all(error)
+            self._mailbox.fail(error)
         for incoming in self.incoming.values():
             incoming.poll()
 
@@ -125,6 +125,7 @@ class RingMessages:
 class _ReceiveWork(ShmWork):
     """Handle of a receive; a thread that waits, or asks, takes the message from the ring."""
 
+    _callbacks_in_own_thread = True
     _wanted = False  # whether the senders were asked to wake this rank
     entry: Entry | None = None  # in the recorder
 
@@ -136,7 +137,7 @@ class _ReceiveWork(ShmWork):
         mailbox: Mailbox,
         senders: list[Incoming],
     ) -> None:
-        super().__init__(tensors, seconds, callbacks_in_own_thread=True)
+        super().__init__(tensors, seconds)
         self._links, self._mailbox = links, mailbox
         self._senders = senders
         self.posted = time.monotonic()
@@ -229,10 +230,12 @@ class EngineMessages:
 class _TransferWork(ShmWork):
     """Handle of a message, completed by the thread that waits for it."""
 
+    _callbacks_in_own_thread = True
+
     def __init__(
         self, group: Group, transfer: Transfer, tensors: Sequence[Tensor], flat: Tensor | None
     ) -> None:
-        super().__init__(tensors, group.seconds, callbacks_in_own_thread=True)
+        super().__init__(tensors, group.seconds)
         self._group, self._transfer, self._flat = group, transfer, flat
         self._completing, self._has_thread = threading.Lock(), False
 

@@ -74,23 +74,16 @@ class ShmWork(Work):
     _error: BaseException | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _source = -1
+    # instead of the thread that calls `finish`: the links' thread would deadlock in a callback that
+    # waits
     _callbacks_in_own_thread = False
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        default_timeout: float | None = None,
-        *,
-        callbacks_in_own_thread: bool = False,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], default_timeout: float | None = None) -> None:
         Work.__init__(self)
         # value of the future
         self._tensors = list(tensors)
         # of `wait` without an argument, in seconds; None for no limit
         self._default_timeout = default_timeout
-        # instead of the thread that calls `finish`: the links' thread would deadlock in a callback
-        # that waits
-        self._callbacks_in_own_thread = callbacks_in_own_thread
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark the operation as done; `source` is the rank from which a tensor was received."""
@@ -296,14 +289,10 @@ class Queue:
             self._submitted += 1
             work.submitted = True  # before `put`, which an exception may interrupt after it is done
             self._jobs.put((job, work))
-        self.run_in_thread(until=work)
-        return work
-
-    def run_in_thread(self, until: ShmWork) -> None:
-        """Run pending jobs, if called by a future's callback in the queue's thread."""
-        # The callback may wait for them, and no other thread runs them.
+        # a future's callback in the thread may wait for the job, and no other thread runs it
         if self._is_threads():
-            self._run(until)
+            self._run(work)
+        return work
 
     def _check_open(self) -> None:
         self.check_not_inside()

@@ -230,12 +230,6 @@ POOL = Pool()
 """This process's pool."""
 
 
-def close_pool() -> None:
-    """End the worker processes that `run_ranks` keeps for its next call, to free their memory."""
-    with POOL.lock:
-        POOL.close()
-
-
 @atexit.register
 def _at_exit() -> None:
     # a thread within a call holds the lock; its workers end with their lifelines
@@ -392,9 +386,7 @@ def _serve(channel: socket.socket, task: Task, rank: int, host: str, store: int 
         sys.path[:] = task.path
         for name in os.environ.keys() - task.environment.keys():
             del os.environ[name]
-        for name, value in task.environment.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update(task.environment)
         torch.set_num_threads(1)
         random.seed(rank)
         torch.manual_seed(rank)
