@@ -182,9 +182,8 @@ class Operations(Group):
                 blocks = equal_parts(flat, self.state.size)
                 self.state.reduce_scatter(call, blocks, out, base=flat)
 
-        observed = UNOBSERVED
-        if len(outputs) == 1:
-            observed = ("_reduce_scatter_base_", 0, op, [outputs, inputs])
+        one = "_reduce_scatter_base_", 0, op, [outputs, inputs]
+        observed = one if len(outputs) == 1 else UNOBSERVED
         return self.submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
@@ -259,9 +258,8 @@ class Operations(Group):
                 self.state.exchange(call, [flat], parts, base=flat, shared=True)
 
         opts = opts or AllgatherOptions()
-        observed = UNOBSERVED
-        if len(outputs) == 1:
-            observed = ("_allgather_base_", 0, 0, [outputs, inputs])
+        one = "_allgather_base_", 0, 0, [outputs, inputs]
+        observed = one if len(outputs) == 1 else UNOBSERVED
         return self.submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
 
     def gather(
@@ -328,9 +326,8 @@ class Operations(Group):
             self.state.exchange_blocks("all_to_all", blocks, into, base=flat)
 
         opts = opts or AllToAllOptions()
-        observed = UNOBSERVED
-        if len({*sends, *receives}) == 1:  # equal on all ranks
-            observed = ("alltoall_base_", 0, 0, [[output], [input]])
+        equal = "alltoall_base_", 0, 0, [[output], [input]]
+        observed = equal if len({*sends, *receives}) == 1 else UNOBSERVED  # on all ranks
         return self.submit_into([output], fill, opts, "all_to_all_single", [input], observed)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:

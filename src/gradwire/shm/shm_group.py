@@ -23,7 +23,7 @@ from gradwire.errors import BrokenGroupError, DistributedError, MismatchError
 from gradwire.recorder import Entry, RecordedGroup, record_end, record_error, record_start, ring
 from gradwire.shm.across_hosts import AcrossHosts
 from gradwire.shm.reduction import KnownCall, KnownCalls, SharedMemory
-from gradwire.shm.tensors import aliases, flat_of, write_all_back
+from gradwire.shm.tensors import flat_of, write_all_back
 from gradwire.shm.work import Job, Queue, ShmWork, ended, without_frames
 
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
@@ -376,4 +376,7 @@ after_fork(_in_child)
 
 def kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
     """Return tensors that a job uses instead of the caller's, which may change meanwhile."""
-    return aliases(tensors) if opts.asyncOp else tensors
+    # After the operation was submitted, torch may set requires_grad on a caller's tensor, such as
+    # an output of `all_gather_into_tensor` whose input requires grad. The caller may put other
+    # tensors into the list, or other memory into a tensor (`x.data = y`).
+    return [tensor.detach() for tensor in tensors] if opts.asyncOp else tensors

@@ -110,14 +110,6 @@ def is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return aliases of tensors, in a new list, for a thread that reads or fills them."""
-    # After the operation was submitted, torch may set requires_grad on a caller's tensor, such as
-    # an output of `all_gather_into_tensor` whose input requires grad. The caller may put other
-    # tensors into the list, or other memory into a tensor (`x.data = y`).
-    return [tensor.detach() for tensor in tensors]
-
-
 def flat_of(tensor: Tensor) -> Tensor:
     """Return the elements in row-major order: a view if the tensor is contiguous, else a copy."""
     flat = tensor.detach() if tensor.requires_grad else tensor
