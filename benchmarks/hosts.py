@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradwire.errors import ArgumentError, NotSupportedError
-from gradwire.testing.worker import Pool
+from gradwire.testing.ranks import Pool
 
 __all__ = ["INTERFACE", "Counters", "Hosts", "why_no_hosts"]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 __all__ = ["launch"]
 

@@ -20,7 +20,7 @@ import pytest
 from forked_ranks import ForkedRank, end_servers
 
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("gloo", "shm")
@@ -114,7 +114,7 @@ def _rank_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux" and "SEEN_SYSTEM" not in os.environ:
             start = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})
-            patch.setattr("gradwire.testing.worker.subprocess", start)
+            patch.setattr("gradwire.testing.ranks.subprocess", start)
         yield
         POOL.close()
         end_servers()

@@ -68,7 +68,7 @@ def serve(number: int) -> None:
     """Fork ranks on request, until the process that asks for them ends."""
 
     from gradwire import collectives, ddp, hooks  # noqa: F401
-    from gradwire.testing.worker import main
+    from gradwire.testing.ranks import main
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=number)

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.kinds import KINDS
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from torch import __version__ as TORCH  # noqa: E402
 
 from gradwire.errors import CollectiveTimeoutError  # noqa: E402
 from gradwire.testing import RankError, run_ranks  # noqa: E402
-from gradwire.testing.worker import POOL  # noqa: E402
+from gradwire.testing.ranks import POOL  # noqa: E402
 
 SIDES = ("torch", "gradwire")
 LIMIT = 60.0

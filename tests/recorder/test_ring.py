@@ -27,7 +27,7 @@ from gradwire.recorder import events as noted
 from gradwire.recorder.files import load, loads
 from gradwire.recorder.flight_record import await_gloos_ends
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 
 def every_op():

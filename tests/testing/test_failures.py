@@ -24,7 +24,7 @@ from gradwire.errors import (
     NotSupportedError,
 )
 from gradwire.testing import RankError, run_ranks
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,7 +13,7 @@ import pytest
 
 from gradwire._processes import ENDED, stat_of, wait_until
 from gradwire.testing import run_ranks
-from gradwire.testing.worker import POOL
+from gradwire.testing.ranks import POOL
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -90,7 +90,7 @@ def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
 
 HOLDING_THE_GIL = "run_ranks(reporting(lambda: ctypes.PyDLL(None).sleep(100)))"
 STARTING = (
-    "from gradwire.testing.worker import Worker\n"
+    "from gradwire.testing.ranks import Worker\n"
     "workers = [Worker(), Worker()]\n"
     "[print(w.process.pid, flush=True) for w in workers]\n"
     "time.sleep(100)"
