@@ -60,7 +60,7 @@ class Command:
 
     def ranks(self) -> list[int]:
         """Return the process IDs of the ranks, in the order of their start."""
-        return sorted(pid for pid, line in self.alive().items() if "testing.worker" in line)
+        return sorted(pid for pid, line in self.alive().items() if "testing.ranks" in line)
 
     def survivors(self) -> dict[int, str]:
         """Return processes of the session that remain after some time."""
