@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -224,31 +224,22 @@ def requested(check: bool | None) -> bool | None:
     return value == "1" if value else None
 
 
-class CheckContext:
-    """State that a call keeps for its backward; this base class checks nothing."""
-
-    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        """Compare the next backward between the ranks; return a context in which to start it."""
-        return nullcontext()
+CheckContext: TypeAlias = Callable[[Tensor], AbstractContextManager[None]]
+"""What a call keeps for its backward: compares it, and returns a context in which to start it."""
 
 
-UNCHECKED = CheckContext()
+def unchecked(cotangent: Tensor) -> AbstractContextManager[None]:
+    """Compare nothing."""
+    return nullcontext()
 
 
-@dataclass(frozen=True)
-class Checked(CheckContext):
-    """State of a checked call, whose backward is checked too."""
-
-    group: ProcessGroup
-    call: str
-    number: int
-
-    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        """Exchange the backward's signature, which has the number of the forward call."""
-        op, shape = f"backward of {self.call}", tuple(cotangent.shape)
-        call = CallSignature(op, shape, cotangent.dtype, ragged=True, origin=self.number)
-        exchange(self.group, call)
-        return nullcontext()
+def _compare_backward(
+    group: ProcessGroup, name: str, number: int, cotangent: Tensor
+) -> AbstractContextManager[None]:
+    """Exchange the backward's signature, which has the number of the forward call."""
+    op, shape = f"backward of {name}", tuple(cotangent.shape)
+    exchange(group, CallSignature(op, shape, cotangent.dtype, ragged=True, origin=number))
+    return nullcontext()
 
 
 def agree(
@@ -259,7 +250,7 @@ def agree(
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         x = x.detach().requires_grad_()
-    return x, Checked(group, call.op, number), rows
+    return x, partial(_compare_backward, group, call.op, number), rows
 
 
 def agree_with_root(

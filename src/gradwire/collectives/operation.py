@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 import torch
@@ -37,12 +38,11 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import weight_of_backward
 from gradwire.collectives import consistency, wire
 from gradwire.collectives.consistency import (
-    UNCHECKED,
     CallSignature,
     CheckContext,
-    Checked,
     PeerSignature,
     signature_hash,
+    unchecked,
 )
 from gradwire.collectives.validation import refuse_split
 from gradwire.errors import CheckedMismatchError, NotSupportedError
@@ -260,7 +260,7 @@ class Plan(ABC):
 
     def apply_adjoint(self, cotangent: Tensor, context: CheckContext) -> Tensor:
         """Return the gradient, in backward."""
-        with context.backward(cotangent):
+        with context(cotangent):
             return received(self.adjoint().apply(sent(cotangent), context))
 
     def apply_async(self, x: Tensor, context: CheckContext) -> Handle[Tensor]:
@@ -367,7 +367,7 @@ class _Wait(Function):
         # overlap with the adjoint collective.
         ctx.state.adjoint = adjoint = _AsyncState()
         cotangent = sent(cotangent)
-        with ctx.check.backward(cotangent):
+        with ctx.check(cotangent):
             if is_legacy_batchedtensor(cotangent) or is_transformed():
                 # Such cotangents (is_grads_batched, forward mode) cannot be split: only the
                 # synchronous collective has the rules that they need.
@@ -491,7 +491,7 @@ class Operation:
             callee: Any = wire.backend_of(self.group, self.front).python or self.group
             if _sends_marks(callee):
                 return self._run_marked(callee, async_op)
-        return self._execute(self.front, UNCHECKED, async_op)
+        return self._execute(self.front, unchecked, async_op)
 
     def _run_agreed(self, call: CallSignature, async_op: bool) -> Any:
         """Run after the ranks have exchanged their signatures."""
@@ -507,7 +507,8 @@ class Operation:
         number = callee.submitted
         try:
             with callee.marked(_mark(call, number) | _WILL_EXCHANGE):
-                result = self._execute(self.front, _Marked(group, call.op, number), async_op)
+                context = partial(_mark_backward, group, call.op, number)
+                result = self._execute(self.front, context, async_op)
         except CheckedMismatchError:
             return self._run_agreed(call, async_op)
         if not async_op:
@@ -533,19 +534,16 @@ class Operation:
         return result if finish is None else finish(plan, result)
 
 
-@dataclass(frozen=True)
-class _Marked(Checked):
-    """State of a call with a mark, whose backward has a mark too."""
-
-    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        callee: Any = wire.backend_of(self.group, cotangent).python or self.group
-        if not _sends_marks(callee):
-            return nullcontext()
-        call = CallSignature(f"backward of {self.call}", None, None)
-        marked: AbstractContextManager[None] = callee.marked(
-            _mark(call, self.number) & ~_WILL_EXCHANGE
-        )
-        return marked
+def _mark_backward(
+    group: ProcessGroup, name: str, number: int, cotangent: Tensor
+) -> AbstractContextManager[None]:
+    """Send a mark with the backward of a call that had one."""
+    callee: Any = wire.backend_of(group, cotangent).python or group
+    if not _sends_marks(callee):
+        return nullcontext()
+    mark = _mark(CallSignature(f"backward of {name}", None, None), number) & ~_WILL_EXCHANGE
+    marked: AbstractContextManager[None] = callee.marked(mark)
+    return marked
 
 
 def _sends_marks(callee: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
-from gradwire.collectives.consistency import UNCHECKED
+from gradwire.collectives.consistency import unchecked
 from gradwire.collectives.operation import Plan, received, register_plan, sent
 from gradwire.collectives.validation import check_dense, resolve_group, root_of
 from gradwire.errors import ArgumentError
@@ -295,7 +295,7 @@ def send_recv(
     for rank, name in ((to, "dst"), (source, "src")):
         if rank is not None:
             _other(group, rank, name)
-    return SendReceive(group, to, source).apply(x, UNCHECKED)
+    return SendReceive(group, to, source).apply(x, unchecked)
 
 
 @overload
@@ -320,7 +320,7 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
     group = resolve_group(group)
     if x is not None:
         check_dense(x)
-        return Barrier(group).apply(x, UNCHECKED)
+        return Barrier(group).apply(x, unchecked)
     wire.barrier(group)
     return None
 

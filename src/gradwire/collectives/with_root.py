@@ -447,7 +447,8 @@ def scatter(
     if like is None:
         refuse_in_transforms("scatter without like", "give like on every rank")
     at_root, exchanges = group.rank() == root, like is None or bool(consistency.requested(check))
-    source, refusal, context = None, None, consistency.UNCHECKED
+    source, refusal = None, None
+    context: CheckContext = consistency.unchecked
     if at_root:
         try:
             source = _source_on_root(xs, dim, sizes, group)

@@ -26,11 +26,11 @@ from gradwire._torch import nested_forward_mode
 from gradwire.collectives import consistency, wire
 from gradwire.collectives.all_to_all_permute import AllToAll
 from gradwire.collectives.consistency import (
-    UNCHECKED,
     CallSignature,
     CheckContext,
     gather_signature,
     tensor_fields,
+    unchecked,
 )
 from gradwire.collectives.operation import (
     Async,
@@ -74,7 +74,7 @@ class ReductionPlan(Plan):
 
     def full_result(self, y: Tensor) -> Tensor:
         """Return the reduction over all ranks on every rank, given this rank's result."""
-        return self.adjoint().apply(y, UNCHECKED)
+        return self.adjoint().apply(y, unchecked)
 
     def apply(self, x: Tensor, context: CheckContext) -> Tensor:
         if not self.nonlinear or compiling(x):
@@ -108,7 +108,7 @@ class ReductionPlan(Plan):
         ties = (x == y) | x.isnan()
         # Count in uint8 if possible: a quarter of the bytes of float32.
         small = torch.uint8 if group.size() < 256 else torch.int32
-        counts = AllReduce(group).apply(ties.to(small), UNCHECKED)
+        counts = AllReduce(group).apply(ties.to(small), unchecked)
         return ties.to(x.dtype) / counts.to(x.dtype)
 
 
@@ -140,10 +140,10 @@ def _product_of_others(x: Tensor, group: ProcessGroup) -> Tensor:
         sizes = wire.split_sizes(flat.shape[0], world)
         mine = (sizes[group.rank()],) * world
         to_shards, from_shards = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
-    pieces = to_shards.apply(flat, UNCHECKED)
+    pieces = to_shards.apply(flat, unchecked)
     pieces = pieces.reshape(world, pieces.shape[0] // world)
     products = _products_before(pieces) * _products_before(pieces.flip(0)).flip(0)
-    return from_shards.apply(products.reshape(-1), UNCHECKED).reshape(x.shape)
+    return from_shards.apply(products.reshape(-1), unchecked).reshape(x.shape)
 
 
 def _products_before(pieces: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     """
     group = resolve_group(group)
     check_dense(x)
-    context = consistency.UNCHECKED
+    context: CheckContext = unchecked
     if consistency.requested(check):
         x, context, _ = consistency.agree(group, x, CallSignature("vary", *tensor_fields(x)))
     return Vary(group).apply(x, context)
