@@ -23,7 +23,7 @@ BUDGET = {  # package: (code lines, files)
     "buckets": (108, 2),
     "check": (1655, 8),
     "cli": (926, 10),
-    "collectives": (2466, 10),
+    "collectives": (2461, 10),
     "compat": (844, 6),
     "ddp": (4735, 21),
     "devices": (1150, 6),
