@@ -225,7 +225,7 @@ def requested(check: bool | None) -> bool | None:
 
 
 CheckContext: TypeAlias = Callable[[Tensor], AbstractContextManager[None]]
-"""What a call keeps for its backward: compares it, and returns a context in which to start it."""
+"""Comparison of a backward, by its cotangent; returns a context in which to start it."""
 
 
 def unchecked(cotangent: Tensor) -> AbstractContextManager[None]:
