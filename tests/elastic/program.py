@@ -3,9 +3,8 @@
 The launcher names the store. It appends a line of JSON to LOG for each step that it has committed,
 and for its end: a digest of the weights, or the error. SECONDS is the timeout of its collectives;
 members are taken for lost after two seconds of silence. It does not begin the last step before a
-file LOG.go exists: what a test does before is done while all train. MODE in the environment: "user"
-for another user's process, "fork" to fork one that sleeps, "exit" to end while a thread trains,
-"memory" to ask for more than there is, in a forward.
+file LOG.go exists: what a test does before is done while all train. MODE in the environment: "fork"
+to fork a process that sleeps, "memory" to ask for more than there is, in a forward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import os
 import resource
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -32,22 +30,11 @@ SAMPLES, BATCH = 64, 16
 def main(path: str, steps: int, pause: float, backend: str, seconds: float) -> None:
     """Train."""
     torch.set_num_threads(1)
-    trained = threading.Event()
     with open(path, "a", buffering=1) as log:
 
         def write(**line: Any) -> None:
-            if line.get("step", 0) >= 3:
-                trained.set()
             log.write(json.dumps({"pid": os.getpid(), "time": time.monotonic(), **line}) + "\n")
 
-        mode = os.environ.get("MODE")
-        if mode == "user":
-            os.setuid(65534)
-        if mode == "exit":
-            arguments = (write, path, steps, pause, backend, seconds)
-            threading.Thread(target=train, args=arguments, daemon=True).start()
-            trained.wait()
-            sys.exit(7)
         try:
             write(digest=train(write, path, steps, pause, backend, seconds))
         except Exception as error:

@@ -257,22 +257,6 @@ def test_the_store_hangs_and_then_a_member_dies(members: Programs) -> None:
     assert end["time"] - killed < 60.0
 
 
-@LONG
-def test_a_member_without_descriptors_ends_and_the_others_go_on(
-    members: Programs, quiet: str
-) -> None:
-    with served() as (_, address):
-        members.start(address, count=3, members=3)
-        pids = members.until_trained(3)
-        used = len(os.listdir(f"/proc/{pids[0]}/fd"))
-        resource.prlimit(pids[0], resource.RLIMIT_NOFILE, (used, used))
-        os.kill(pids[1], signal.SIGKILL)
-        ends = members.until_ended(2)
-    by_pid = {end["pid"]: end for end in ends}
-    assert "DistributedError" in by_pid[pids[0]]["error"], ends
-    assert by_pid[pids[2]].get("digest") == quiet, ends
-
-
 def test_a_member_asks_for_more_memory_than_there_is(members: Programs, quiet: str) -> None:
     with served() as (_, address):
         members.start(address, members=3, mode="memory")
@@ -299,21 +283,6 @@ def test_a_member_without_memory_for_a_group(members: Programs, quiet: str, back
     assert [end.get("digest", end) for end in mine] == [quiet]
 
 
-@LONG
-def test_interrupted_and_ended_in_a_step(members: Programs, quiet: str) -> None:
-    with served() as (_, address):
-        launcher = [sys.executable]
-        members.start(address, count=3, members=3, backend="shm", launcher=launcher)
-        pids = members.until_trained(3)
-        os.kill(pids[0], signal.SIGINT)
-        os.kill(pids[1], signal.SIGTERM)
-        codes = {p.pid: p.wait(LIMIT) for p in members.launched if p.pid in pids[:2]}
-        (end,) = members.until_ended(1)
-    assert codes[pids[0]] == -signal.SIGINT
-    assert codes[pids[1]] == -signal.SIGTERM
-    assert end["digest"] == quiet
-
-
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=LONG)])
 def test_killed_while_a_forked_child_lives(members: Programs, quiet: str, backend: str) -> None:
     with served() as (_, address):
@@ -328,31 +297,6 @@ def test_killed_while_a_forked_child_lives(members: Programs, quiet: str, backen
     assert min(alone) - killed < 30.0  # the child, who has the connections too, lives for 60 s
 
 
-@LONG
-def test_the_interpreter_exits_while_a_thread_trains(members: Programs, quiet: str) -> None:
-    with served() as (_, address):
-        launcher = [sys.executable]
-        members.start(address, members=2, backend="shm", pause=0.1, mode="exit", launcher=launcher)
-        members.start(address, members=2, backend="shm", pause=0.1)
-        assert members.launched[0].wait(LIMIT) == 7
-        (end,) = members.until_ended(1)
-    assert end["digest"] == quiet
-
-
-@LONG
-@pytest.mark.skipif(os.getuid() != 0, reason="takes root")
-def test_another_users_process_is_refused(members: Programs, quiet: str) -> None:
-    with served() as (_, address):
-        members.start(address, members=1, backend="shm")
-        members.until_trained(1)
-        members.start(address, members=1, backend="shm", mode="user")
-        end, refused = members.until_ended(2)
-    assert "NotSupportedError" in refused["error"], refused
-    assert "this process runs as user 65534" in refused["message"]
-    assert end["digest"] == quiet
-    assert {line["size"] for line in members.lines("step")} == {1}
-
-
 def test_the_supervisor_is_killed(members: Programs) -> None:
     launcher = [sys.executable, "-m", "gradwire.elastic", "--nproc-per-node", "2"]
     members.start("", members=2, steps=10**6, launcher=launcher)
@@ -360,22 +304,6 @@ def test_the_supervisor_is_killed(members: Programs) -> None:
     members.launched[0].kill()
     ended = lambda: all(getattr(stat_of(pid), "state", "gone") in ENDED for pid in pids)  # noqa: E731
     members.until(ended, "members outlive their supervisor")
-
-
-@LONG
-@pytest.mark.timeout(300)
-def test_torchrun_with_one_agent_for_each_member(members: Programs) -> None:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    with served() as (_, address):
-        launcher = [*agent, "--max-restarts=3"]
-        members.start(address, count=2, members=2, steps=200, pause=0.2, launcher=launcher)
-        first = members.until_trained(2)
-        os.kill(first[0], signal.SIGKILL)
-        members.until_trained(3)  # one that its agent has started again
-        os.kill(first[1], signal.SIGKILL)
-        ends = members.until_ended(2)
-    assert [end.get("digest", end) for end in ends] == [digest_of(200)] * 2
-    assert not {end["pid"] for end in ends} & set(first)
 
 
 # -- two hosts
@@ -427,16 +355,3 @@ def test_a_host_is_cut_off(hosts: Hosts, members: Programs, quiet: str) -> None:
         else:
             assert "DistributedError" in end["error"], end
             assert end["time"] - cut < 60.0
-
-
-@LONG
-def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Programs) -> None:
-    with served_by_program(STORE, hosts.command(0)):
-        start_on_hosts(hosts, members, members=2, pause=0.1, steps=400, timeout=60.0)
-        members.until_together(2)
-        switch(hosts, "down")
-        members.until(lambda: members.lines("step")[-1]["size"] == 1, "nobody went on alone")
-        switch(hosts, "up")
-        ends = members.until_ended(2)
-    assert len({end.get("digest", str(end)) for end in ends}) == 1, ends
-    assert members.lines("step")[-1]["size"] == 2

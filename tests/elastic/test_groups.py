@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -18,15 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Work
 
-from gradwire import _groups, elastic
-from gradwire._groups import destroy_in_thread
-from gradwire._processes import wait_until
 from gradwire.elastic.membership import ports_of
-from gradwire.elastic.runtime import GenerationGroup, _own_faults, form_gloo, wait_for
-from gradwire.errors import PeerLostError
-from gradwire.shm import in_time
+from gradwire.elastic.runtime import GenerationGroup, form_gloo
 
 
 def test_sockets_that_another_thread_closes_are_passed_over() -> None:
@@ -44,111 +34,6 @@ def test_sockets_that_another_thread_closes_are_passed_over() -> None:
         assert ports_of(server.fileno()) == ports_of(fd) == ()
     with open("/proc/self/stat") as file:
         assert ports_of(file.fileno()) == ()
-
-
-class Held:
-    """Stands for a group, or a connection to the store."""
-
-
-class FailingWork(Work):
-    """A collective that a lost member ends."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        raise RuntimeError("connection closed by peer")
-
-    def is_completed(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def without_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def form(found: list[weakref.ref[Held]]) -> None:
-    held = Held()
-    found.append(weakref.ref(held))
-    with _own_faults():
-        in_time(lambda: fail(held), 60.0)
-
-
-def collective(found: list[weakref.ref[Held]]) -> None:
-    held = Held()
-    found.append(weakref.ref(held))
-    wait_for(FailingWork(), lambda: None, 5.0)
-
-
-def step(found: list[weakref.ref[Held]]) -> None:
-    run = elastic.join(dist.HashStore())
-    run.keep(model=(model := nn.Linear(1, 1)))
-    for step in run.steps(1):
-        with step:
-            for _ in step.shards:
-                step.backward(model(torch.ones(1, 1)).sum())
-            if not found:
-                lose(found)
-            step.commit()
-    raise PeerLostError("as the others do")
-
-
-def lose(found: list[weakref.ref[Held]]) -> None:
-    held = Held()
-    found.append(weakref.ref(held))
-    try:
-        fail(held)
-    except RuntimeError as error:
-        cause = error
-    lost = PeerLostError("as gradwire.ddp raises it")
-    raise lost from cause
-
-
-def fail(held: Held) -> None:
-    raise RuntimeError(f"{held} could not be formed")
-
-
-@pytest.mark.parametrize("operation", [form, collective, step])
-@pytest.mark.usefixtures("without_collection")
-def test_an_error_keeps_nothing_alive(
-    operation: Callable[[list[weakref.ref[Held]]], None],
-) -> None:
-    found: list[weakref.ref[Held]] = []
-    try:
-        operation(found)
-    except PeerLostError:
-        pass
-    else:
-        pytest.fail("no error")
-    assert found[0]() is None
-
-
-class Backend:
-    """Stands for Gloo's backend, whose destructor joins threads that are stuck."""
-
-    def __init__(self, destroyed_in: list[int], stuck: threading.Event) -> None:
-        self._destroyed_in, self._stuck = destroyed_in, stuck
-
-    def __del__(self) -> None:
-        self._stuck.wait(60)
-        self._destroyed_in.append(threading.get_ident())
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_backend_is_destroyed_in_a_thread_of_its_own(early: bool) -> None:
-    destroyed_in: list[int] = []
-    stuck = threading.Event()
-    owner = Held()
-    destroy = destroy_in_thread(owner, Backend(destroyed_in, stuck))
-    if early:
-        destroy()
-    destroy()
-    del owner
-    assert not destroyed_in  # it is stuck
-    stuck.set()
-    assert wait_until(lambda: bool(destroyed_in), 60)
-    assert destroyed_in != [threading.get_ident()]
-    assert wait_until(lambda: destroy not in _groups._BACKENDS, 60)
 
 
 def form_pair(timeout: timedelta) -> list[GenerationGroup]:

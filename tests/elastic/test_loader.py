@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from gradwire import elastic
-from gradwire.elastic.loader import SeededDataset, apart
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
@@ -94,35 +92,6 @@ def test_what_a_collate_fn_draws_follows_from_step_and_shard() -> None:
     here = draws(SHARDS, collate_fn=mixed)
     assert here == draws(SHARDS, collate_fn=mixed, num_workers=1)
     assert len({batch[1][0] for batch, _ in here.values()}) == 8
-
-
-def looks_at_the_dataset(worker: int) -> None:
-    """A `worker_init_fn` that deals a dataset's samples itself."""
-    info = get_worker_info()
-    assert info is not None
-    assert len(info.dataset) == 64
-    assert len(info.dataset[3]) == 4
-    del info.dataset.opened
-    info.dataset.offset = 100
-
-
-def test_a_worker_sees_the_dataset() -> None:
-    dataset = Drawing()
-    dataset.opened = True  # type: ignore[attr-defined]
-    run = elastic.join(dist.HashStore(), shards=4)
-    run.keep(model=nn.Linear(1, 1))
-    options = {"num_workers": 1, "worker_init_fn": looks_at_the_dataset}
-    loader = elastic.ShardLoader(run, dataset, **options)
-    step = next(run.steps(1, samples=64, batch=16))
-    assert loader[step, SHARDS[0]][0].tolist() == [i + 100.0 for i in step.sample_ids(SHARDS[0])]
-    run._runtime.stop()
-
-
-def test_numpy_may_be_barred(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeded = SeededDataset(Drawing())
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with apart():
-        assert seeded.__getitems__([0, 5])[0][0] == 5.0
 
 
 class Failing(Drawing):

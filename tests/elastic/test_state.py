@@ -362,46 +362,10 @@ def test_large_tensors_arrive_as_they_are() -> None:
     assert ours.value["numbers"][1] == "text"
 
 
-def test_large_models_arrive_with_their_version_of_the_format() -> None:
-    net, other = nn.BatchNorm1d(20000), nn.BatchNorm1d(20000)
-    with torch.no_grad():
-        net.weight.uniform_()
-    net.num_batches_tracked.add_(7)  # the format's version says that the state has it
-    received({"net": net}, {"net": other})
-    assert torch.equal(net.weight, other.weight)
-    assert int(other.num_batches_tracked) == 7
-    assert other.weight.data_ptr() != net.weight.data_ptr()
-
-
 def test_a_model_of_another_dtype_is_named() -> None:
     first, second = state_of(nn.Linear(2, 1)), state_of(nn.Linear(2, 1).bfloat16())
     with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here, but"):
         snapshot.take_over(second.objects, snapshot.dump(first.objects))
-
-
-def test_a_state_with_more_than_plain_values_is_named() -> None:
-    numpy = pytest.importorskip("numpy")
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
-    kept = state_of(model, optimizer=optimizer).objects
-    with pytest.raises(NotSupportedError, match=r"numpy.* the kept objects \(model, optimizer\)"):
-        snapshot.take_over(kept, snapshot.dump(kept))
-
-
-def test_a_checkpoint_of_more_steps_than_are_asked_for() -> None:
-    run = join(model=net())
-    run._steps.start = 5
-    assert next(run.steps(3), None) is None
-    assert run.committed_steps == 5
-
-
-def test_seeds_of_any_size_give_other_orders() -> None:
-    seeds = (-1, 0, 1, 1 << 32, 1 << 40, 1 << 70)
-    whole = elastic.Shard(0, 1)
-    made = [elastic.Samples(50, batch=50, shards=1, seed=seed) for seed in seeds]
-    orders = [samples.ids(step, whole) for samples in made for step in range(2)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({*map(tuple, orders)}) == len(orders)
 
 
 class Training:
@@ -434,17 +398,6 @@ def test_a_state_that_is_stepped_and_not_kept(held: Callable[[Any], Any]) -> Non
                 assert [w.filename for w in warned] == [__file__]
             else:
                 step.commit(optimizer, schedule, *[other] * step.number)
-
-
-def test_a_schedule_does_not_keep_its_optimizer() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for step in join(model=model, schedule=schedule).steps(1, samples=len(X), batch=8):
-        with step:
-            backwards(step, model)
-            with pytest.warns(NotKeptWarning, match="commit got a SGD"):
-                step.commit(optimizer, schedule)
 
 
 def test_a_run_saves_nothing_among_the_checkpoints_of_another(tmp_path: Path) -> None:
