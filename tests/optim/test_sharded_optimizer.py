@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import random
+import time
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DistributedError,
     HookError,
     MismatchError,
     NotSupportedError,
@@ -64,7 +71,9 @@ class Drawn(nn.Module):
         super().__init__()
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        widths = [5, *(draw.randint(1, 90) for _ in range(draw.randint(1, 4))), 3]
+        # 64 and 128 divide into shards without padding
+        widths = [draw.choice([draw.randint(1, 90), 64, 128]) for _ in range(draw.randint(1, 4))]
+        widths = [5, *widths, 3]
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=not matrices) for a, b in pairwise(widths))
         self.unused = unused
         if not matrices:
@@ -79,7 +88,7 @@ class Drawn(nn.Module):
             x = layer(x).tanh()
         if hasattr(self, "conv") and (way == 0 or not self.unused):
             x = x + self.conv(x[:, :1, None, None].expand(-1, 2, 2, 2)).mean() * self.scale
-        return x.square().mean()
+        return x.square().mean() + (self.tied.mean() if hasattr(self, "tied") else 0)
 
 
 def plain_and_sharded(net, kind, options, *, reduce_scatter, context=nullcontext, **arguments):
@@ -117,58 +126,121 @@ SCHEDULERS = [
 ]
 
 
+def drawn_specifications(way, kind, options, net):
+    """One optimizer, one with groups, one to which parameters are added later, or two."""
+    params = [p for p in net.parameters() if p.requires_grad]
+    if way == "groups":
+        groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
+        return [(kind, groups, options)]
+    if way == "two":
+        return [(kind, params[::2], options), (torch.optim.SGD, params[1::2], {"lr": 0.05})]
+    return [(kind, params[:-1] if way == "added" else params, options)]
+
+
 def train_beside_the_plain_optimizer(number, seed, steps, reduce_scatter, backend):
     kind, options = KINDS[number]
     draw = random.Random(seed)
-    unused = draw.random() < 0.3
+    unused, weighted, clips, frozen, freezes, scales, twice = (
+        draw.random() < 0.3 for _ in range(7)
+    )
+    way = draw.choice(["one", "groups", "two", *["added"] * (not reduce_scatter)])
     exact = backend == "shm" or not reduce_scatter or dist.get_world_size() == 2
-    weighted, clips = draw.random() < 0.3, draw.random() < 0.3
     # the norm of pieces, a sum over ranks in another order, and weights before it round differently
     exact = exact and not (reduce_scatter and (clips or weighted))
-    dtype = torch.float32 if exact else torch.float64
+    # PyTorch's fused SGD in bfloat16 computes a wrong momentum, which depends on sizes
+    dtypes = [torch.float32, torch.float32 if "fused" in options else torch.bfloat16]
+    dtype = draw.choice(dtypes) if exact else torch.float64
+    weighted = weighted and dtype != torch.bfloat16
     steps = steps if exact else min(steps, 8)  # rounding grows a thousandfold in a few steps
     wrapper = {"find_unused_parameters": unused, "bucket_cap_mb": draw.choice([None, 0, 0.01])}
     if not unused:
         wrapper["static_graph"] = draw.random() < 0.3
     net = Drawn(seed, matrices=kind is torch.optim.Muon, unused=unused, dtype=dtype)
-    own, plain, other, sharded = plain_and_sharded(
-        net, kind, options, reduce_scatter=reduce_scatter, **wrapper
-    )
-    scheduler = draw.choice(SCHEDULERS)
-    schedulers = [scheduler(o) for o in (plain, sharded)]
+    net.layers[0].requires_grad_(not frozen)
+    net.tied = net.layers[-1].weight
+    twin = copy.deepcopy(net)
+    own = DistributedDataParallel(net, **wrapper)
+    view = draw.random() < 0.5
+    other = DistributedDataParallel(twin, gradient_as_bucket_view=view, **wrapper)
+    hook = draw.choice([None, None, "fp16", "bf16"])
+    if hook and not reduce_scatter and not (weighted or scales):
+        own.register_comm_hook(None, hook)
+        other.register_comm_hook(None, hook)
+    way = "one" if sum(p.requires_grad for p in net.parameters()) == 1 else way
+    last = [[p for p in model.parameters() if p.requires_grad][-1] for model in (own, other)]
+    specified = [
+        drawn_specifications(way, kind, copy.deepcopy(options), model) for model in (own, other)
+    ]
+    plains = [each(params, **given) for each, params, given in specified[0]]
+    if way == "one":
+        given = copy.deepcopy(options)
+        sharded = ShardedOptimizer(other, kind, reduce_scatter=reduce_scatter, **given)
+    else:
+        sharded = ShardedOptimizer(other, specified[1], reduce_scatter=reduce_scatter)
+    scheduler = draw.choice(SCHEDULERS[: 1 if way == "added" else 3])  # others have fixed groups
+    schedulers = [scheduler(o) for o in (*plains, sharded)]
+    scales = scales and not reduce_scatter and way != "two" and dtype == torch.float32
+    scalers = [torch.amp.GradScaler("cpu", 8.0, enabled=scales) for _ in range(2)]
+    both = (own, plains, scalers[0]), (other, [sharded], scalers[1])
     averages = [AveragedModel(own), AveragedModel(other)]
     samples = torch.Generator().manual_seed(dist.get_rank())
     differs = draw.random() < 0.5  # which parameters the ranks use
     for step in range(steps):
-        micro_steps, skips = draw.randint(1, 3), draw.random() < 0.05
+        if step == 3 and freezes and not (frozen or wrapper.get("static_graph")):
+            for model in (own, other):
+                model.module.layers[1].requires_grad_(False)
+        if step == 4 and way == "added":
+            for (_, (optimizer, *_), _), parameter in zip(both, last, strict=True):
+                optimizer.defaults["weight_decay"] = 0.1
+                optimizer.add_param_group({"params": [parameter]})
+        if step == 5 and way != "two":
+            sharded.consolidate()
+            saved = copy.deepcopy(sharded.state_dict())
+            sharded.load_state_dict(copy.deepcopy(plains[0].state_dict()))
+            plains[0].load_state_dict(saved)
+        micro_steps, skips = draw.randint(1, 3), draw.random() < 0.05 and not scales
+        local = 0 if twice and not (weighted or reduce_scatter) else micro_steps - 1
+        overflows = scales and draw.random() < 0.2
         for micro in range(micro_steps):
             n = draw.randint(1, 9) + dist.get_rank()
-            x = torch.randn(n, 5, generator=samples, dtype=dtype)
-            way = step + (dist.get_rank() if differs else 0)
-            for model in (own, other):
-                with model.no_sync() if micro < micro_steps - 1 else torch.enable_grad():
+            x = torch.randn(n, 5, generator=samples, dtype=torch.float64).to(dtype)
+            if overflows and dist.get_rank() == 1:
+                x = x * float("inf")
+            way_through = step + (dist.get_rank() if differs else 0)
+            for model, _, scaler in both:
+                with model.no_sync() if micro < local else torch.enable_grad():
                     if weighted:
                         model.weight(n)
-                    loss = model(x, way=way % 2)
+                    loss = model(x, way=way_through % 2)
                     if skips and micro == micro_steps - 1:
                         assert model.skip_if_any(dist.get_rank() == 1)
                     else:
-                        loss.backward()
+                        scaler.scale(loss).backward()
+        for _, optimizers, scaler in both:
+            if clips and scales:
+                scaler.unscale_(optimizers[0])
         if clips:
-            norm = clip_grad_norm_(own.parameters(), 0.1)
-            torch.testing.assert_close(sharded.clip_grad_norm_(0.1), norm, check_dtype=False)
-        for optimizer, scheduler in zip((plain, sharded), schedulers, strict=True):
-            optimizer.step()
+            groups = [group for optimizer in plains for group in optimizer.param_groups]
+            norm = clip_grad_norm_([p for group in groups for p in group["params"]], 0.1)
+            torch.testing.assert_close(
+                sharded.clip_grad_norm_(0.1), norm, check_dtype=False, equal_nan=True
+            )
+        for model, optimizers, scaler in both:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            model.zero_grad()
+        for scheduler in schedulers:
             scheduler.step()
-            optimizer.zero_grad()
-        for average, model in zip(averages, (own, other), strict=True):
+        for average, (model, *_) in zip(averages, both, strict=True):
             average.update_parameters(model)
     assert_same(own, other, bits=exact)
     assert_same(*averages, bits=exact)
     assert_equal_on_all_ranks(other)
     sharded.consolidate()
-    if exact:
-        assert_same_state(sharded.state_dict(), plain.state_dict())
+    if exact and way != "two":
+        assert_same_state(sharded.state_dict(), plains[0].state_dict())
 
 
 def assert_same_state(own, expected):
@@ -183,13 +255,27 @@ def assert_same_state(own, expected):
                 assert torch.equal(held, value), (number, key)
 
 
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def train(number, seed, *arguments):
+    with default_dtype() if seed % 4 == 0 else nullcontext():
+        train_beside_the_plain_optimizer(number, seed, *arguments)
+
+
 @pytest.mark.parametrize("reduce_scatter", [False, True])
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_parameters_and_state_are_those_of_the_plain_optimizer(
     number, reduce_scatter, each_backend
 ):
     arguments = number, number, 12, reduce_scatter, each_backend
-    run_ranks(train_beside_the_plain_optimizer, 2 + number % 2, args=arguments)
+    run_ranks(train, 2 + number % 2, args=arguments)
 
 
 @pytest.mark.wide
@@ -199,7 +285,7 @@ def test_many_drawn_models(seed, each_backend):
     draw = random.Random(seed)
     number, reduce_scatter = draw.randrange(len(KINDS)), draw.random() < 0.5
     arguments = number, seed, 200, reduce_scatter, each_backend
-    run_ranks(train_beside_the_plain_optimizer, draw.randint(2, 4), args=arguments, timeout=250)
+    run_ranks(train, draw.randint(2, 4), args=arguments, timeout=250)
 
 
 class Dtypes(nn.Module):
@@ -240,13 +326,6 @@ class OddState(torch.optim.Optimizer):
                     state["n"] += 1
                     state["sums"][0].add_(p.grad)
                     p.sub_(state["sums"][0], alpha=group["lr"] / group["count"])
-
-
-@contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 SGD, ADAMW, MOMENTUM = torch.optim.SGD, torch.optim.AdamW, {"lr": 0.1, "momentum": 0.9}
@@ -576,6 +655,64 @@ def another_hook(net, optimizer):
     optimizer.clip_grad_value_(1.0)
 
 
+def unfinished(net, optimizer):
+    net.require_manual_backward_finalization = True
+    optimizer.zero_grad()
+    backward(net)
+    try:
+        optimizer.step()
+    finally:
+        net.finalize_backward()
+
+
+def within_backward(net, optimizer):
+    optimizer.zero_grad()
+    net.module.scale.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    backward(net)
+
+
+def left_out(net, optimizer):
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+
+
+def put_in(net, optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+    optimizer.step()
+
+
+def cleared_state(net, optimizer):
+    optimizer.step()
+    optimizer.state = defaultdict(dict)
+    optimizer.step()
+
+
+def written_state(net, optimizer):
+    optimizer.state[net.module.scale]["momentum_buffer"] = torch.zeros(())
+    optimizer.step()
+
+
+def doubles(net, optimizer):
+    net.double()
+    optimizer.step()
+
+
+def another_shape(net, optimizer):
+    net.module.scale.data = torch.ones(2)
+    optimizer.step()
+
+
+def one_without_gradient(net, optimizer):
+    if dist.get_rank() == 1:
+        net.module.conv.weight.grad = None
+    optimizer.step()
+
+
+def numpys_rate(net, optimizer):
+    optimizer.param_groups[0]["lr"] = numpy.float32(0.25 * (1 + dist.get_rank()))
+    optimizer.step()
+
+
 def after_a_failed_step(net, optimizer):
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1 if dist.get_rank() else 0.2)
     with pytest.raises(MismatchError, match=r"0\.2"):
@@ -588,10 +725,21 @@ REFUSED = [
     (another_rate, SGD, BOTH, MismatchError, r"'lr': '0.1'.*'lr': '0.2'"),
     (loaded_on_one_rank, SGD, BOTH, MismatchError, "loaded state: none"),
     (not_reduced, SGD, BOTH, ReductionError, "outside of no_sync"),
+    (unfinished, SGD, BOTH, ReductionError, "to its end"),
+    (within_backward, SGD, BOTH, (ReductionError, HookError), "to its end"),
+    (left_out, SGD, BOTH, NotSupportedError, "param_groups"),
+    (put_in, SGD, BOTH, NotSupportedError, "param_groups"),
+    (cleared_state, SGD, BOTH, NotSupportedError, "state was changed"),
+    (written_state, SGD, BOTH, NotSupportedError, "state was changed"),
+    (doubles, SGD, BOTH, NotSupportedError, "another dtype"),
+    (another_shape, SGD, BOTH, NotSupportedError, "another dtype, shape"),
+    (one_without_gradient, SGD, [False], MismatchError, "without a gradient.*conv.weight"),
+    (numpys_rate, SGD, BOTH, MismatchError, r"'lr': '0.25'.*'lr': '0.5'"),
     (another_format, SGD, BOTH, NotSupportedError, "memory format"),
     (after_a_failed_step, SGD, BOTH, ReductionError, "load_state_dict"),
     (lambda net, optimizer: optimizer.step(), PerRank, BOTH, MismatchError, "'lr'"),
     (lambda net, optimizer: copy.deepcopy(optimizer), SGD, BOTH, NotSupportedError, "state_dict"),
+    (lambda net, optimizer: pickle.dumps(optimizer), SGD, BOTH, NotSupportedError, "state_dict"),
     (scaled, SGD, [True], NotSupportedError, "GradScaler"),
     (another_hook, SGD, [True], ReductionError, "another communication hook"),
     (lambda net, optimizer: optimizer.zero_grad(False), SGD, [True], NotSupportedError, "set_to"),
@@ -613,26 +761,152 @@ def test_refused_on_all_ranks(number, reduce_scatter):
         before = [p.clone() for p in net.parameters()]
         with pytest.raises(error, match=match):
             attempt(net, optimizer)
-        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+        if attempt not in (cleared_state, another_shape):
+            assert all(p.eq(q).all() for p, q in zip(net.parameters(), before, strict=True))
 
     run_ranks(main)
 
 
-def test_grad_scaler_skips_the_step_on_all_ranks():
+def scaled_by(factor):
+    def scale(optimizer, *_):
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(factor)
+
+    return scale
+
+
+class WithHook(torch.optim.SGD):
+    """Has a hook of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.register_step_post_hook(scaled_by(0.99))
+
+
+def with_hooks(model, optimizer, step):
+    handles = [
+        optimizer.register_step_post_hook(scaled_by(0.9)),
+        optimizer.register_step_pre_hook(scaled_by(1.1)),
+        register_optimizer_step_post_hook(scaled_by(0.8)),
+    ]
+    backward(model)
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
+def with_options(model, optimizer, step):
+    lr = [0.1, numpy.float32(0.25), torch.tensor(0.5)][step % 3]
+    optimizer.param_groups[0].update(name="all", lr=lr, momentum=0.5 + 0.1 * step)
+    backward(model)
+    optimizer.step()
+
+
+def with_an_average(model, optimizer, step):
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    backward(model)
+    optimizer.step()
+    average.update_parameters(model.module)
+    model.module.load_state_dict(average.module.state_dict())
+
+
+def by_hand(model, optimizer, step):
+    backward(model, 1.0)
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clamp(-0.5, 0.5)
+
+
+def without_backward(model, optimizer, step):
+    if step != 2:
+        backward(model, 1.0)
+    optimizer.step()
+
+
+def resumed(model, optimizer, step):
+    backward(model, 1.0)
+    optimizer.step()
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.consolidate(1)  # the others have no state to pass on
+        states = [optimizer.state_dict() if dist.get_rank() == 1 else None]
+        dist.broadcast_object_list(states, 1)
+        optimizer.load_state_dict(states[0])
+
+
+def frozen(model, optimizer, step):
+    if step == 2:
+        model.module.conv.weight.requires_grad_(False)
+    backward(model, 1.0)
+    optimizer.step()
+
+
+def frozen_on_a_rank(model, optimizer, step):
+    model.module.conv.weight.requires_grad_(step != 2 or dist.get_rank() == 0)
+    backward(model, 1.0)
+    optimizer.step()
+
+
+def scaled_gradients(model, optimizer, step):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x = torch.ones(2, 5) * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def compiled(model, optimizer, step):
+    torch.compile(model, backend="eager")(torch.ones(2, 5)).backward()
+    torch.compile(optimizer.step, backend="eager")()
+
+
+def twice(model, optimizer, step):
+    backward(model, 1.0)
+    backward(model, -1.0)
+    optimizer.step()
+    model.zero_grad(set_to_none=step % 2 == 0)
+
+
+def gradients_by_hand(model, optimizer, step):
+    backward(model, 1.0)
+    model.module.conv.weight.grad = None
+    model.module.scale.grad = torch.ones(())
+    model.module.layers[0].weight.grad.mul_(2.0)
+    optimizer.step()
+
+
+def never_zeroed(model, optimizer, step):
+    backward(model, 1.0)
+    optimizer.step()
+
+
+WAYS = [
+    *((way, BOTH) for way in (with_hooks, with_options, with_an_average, by_hand)),
+    *((way, BOTH) for way in (without_backward, resumed, frozen, frozen_on_a_rank, compiled)),
+    *((way, [False]) for way in (twice, gradients_by_hand, never_zeroed, scaled_gradients)),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "reduce_scatter"), [(i, m) for i, w in enumerate(WAYS) for m in w[1]]
+)
+def test_a_step_is_as_that_of_the_plain_optimizer(number, reduce_scatter):
     def main():
-        net = Drawn(7)
+        way, _ = WAYS[number]
+        kind = WithHook if way is by_hand else SGD
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
         own, plain, other, sharded = plain_and_sharded(
-            net, torch.optim.SGD, {"lr": 0.1}, reduce_scatter=False
+            Drawn(12), kind, options, reduce_scatter=reduce_scatter
         )
-        for step in range(4):
-            x = torch.ones(2, 5) * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+        for step in range(6):
             for model, optimizer in ((own, plain), (other, sharded)):
-                scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-                scaler.scale(model(x)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+                way(model, optimizer, step)
+                if way not in (twice, never_zeroed):
+                    optimizer.zero_grad()
         assert_same(own, other)
+        assert_equal_on_all_ranks(other)
+        sharded.consolidate()
+        assert_same_state(sharded.state_dict(), plain.state_dict())
 
     run_ranks(main)
 
@@ -660,68 +934,86 @@ def test_gradients_are_whole_or_none():
         run_ranks(main, args=(reduce_scatter,))
 
 
-def test_a_group_is_added():
-    def main():
-        net = Drawn(9)
-        twin = copy.deepcopy(net)
-        own, other = DistributedDataParallel(net), DistributedDataParallel(twin)
-        chosen = [list(n.module.layers.parameters()) for n in (own, other)]
-        rest = [[*n.module.conv.parameters(), n.module.scale] for n in (own, other)]
-        plain = torch.optim.AdamW(chosen[0], lr=0.01)
-        sharded = ShardedOptimizer(other, [(torch.optim.AdamW, chosen[1], {"lr": 0.01})])
-        for step in range(6):
-            for model, optimizer, more in ((own, plain, rest[0]), (other, sharded, rest[1])):
-                if step in (2, 4):
-                    optimizer.add_param_group({"params": more[step - 2 : step], "lr": 0.1})
-                model(torch.ones(2, 5) * (1 + dist.get_rank())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same(own, other)
-        sharded.consolidate()
-        assert_same_state(sharded.state_dict(), plain.state_dict())
-
-    run_ranks(main)
-
-
 class Failing(torch.optim.SGD):
-    """Raises in its step, or ends the process, on rank 1 from the third step on."""
-
-    how = "raise"
-    steps = 0
+    """Calls a function in its step."""
 
     def step(self, closure=None):
         super().step(closure)
-        self.steps += 1
-        if self.steps == 3 and dist.get_rank() == 1:
-            if self.how == "die":
-                os._exit(1)
-            raise ArithmeticError("in step")
+        self.param_groups[0].get("function", int)()
+
+
+def end_process():
+    os._exit(1)
+
+
+def fail():
+    raise ArithmeticError
+
+
+def next_step(net, optimizer):
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.step()
+
+
+def before_the_agreement(*_, **__):
+    end_process()
+
+
+def after_the_agreement(*args, **kwargs):
+    all_reduce(*args, **kwargs).wait()
+    time.sleep(2)
+    end_process()
+
+
+all_reduce = dist.all_reduce
+FAILURES = {
+    "raises before step": lambda options: fail(),
+    "raises in step": lambda options: options.update(function=fail),
+    "ends before step": lambda options: end_process(),
+    "ends in step": lambda options: options.update(function=end_process),
+    "ends before the agreement": lambda _: setattr(dist, "all_reduce", before_the_agreement),
+    "ends after the agreement": lambda _: setattr(dist, "all_reduce", after_the_agreement),
+}
 
 
 @pytest.mark.parametrize("reduce_scatter", [False, True])
-@pytest.mark.parametrize("how", ["raise", "die"])
-def test_a_rank_that_fails_in_step_changes_no_parameter(how, reduce_scatter):
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_rank_that_fails_leaves_all_before_the_step_or_all_after_it(where, reduce_scatter):
     def main():
-        Failing.how = how
-        net = DistributedDataParallel(Drawn(10))
+        # where Gloo waits for what rank 1 does not send
+        group = (
+            dist.new_group(timeout=timedelta(seconds=8)) if where == "raises before step" else None
+        )
+        net = DistributedDataParallel(Drawn(10), process_group=group)
         optimizer = ShardedOptimizer(net, Failing, lr=0.1, reduce_scatter=reduce_scatter)
         for _ in range(2):
-            net(torch.ones(2, 5)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            next_step(net, optimizer)
         before = [p.clone() for p in net.parameters()]
-        net(torch.ones(2, 5)).backward()
-        kind = ArithmeticError if dist.get_rank() == 1 else PeerFailedError
-        with pytest.raises(PeerLostError if how == "die" else kind):
+        optimizer.zero_grad()
+        backward(net)
+        raised, failed = None, dist.get_rank() == 1
+        try:
+            if failed:
+                FAILURES[where](optimizer.param_groups[0])
             optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
-        if how == "raise":
-            optimizer.zero_grad()
-            net(torch.ones(2, 5)).backward()
-            with pytest.raises(ReductionError, match="that failed"):
-                optimizer.step()
+        except Exception as error:
+            raised = error
+        changed = not all(map(torch.equal, net.parameters(), before))
+        assert changed is (where == "ends after the agreement")
+        if changed:
+            with pytest.raises(PeerLostError):
+                backward(net)
+        elif failed:
+            assert isinstance(raised, ArithmeticError)
+        else:
+            kind = {"raises in step": PeerFailedError, "raises before step": DistributedError}
+            assert isinstance(raised, kind.get(where, PeerLostError)), raised
+        if where.startswith("raises"):
+            with pytest.raises(DistributedError):
+                next_step(net, optimizer)
 
-    run_ranks(main, 3, may_die=[1] if how == "die" else [])
+    run_ranks(main, 3, may_die=[1] if where.startswith("ends") else [])
 
 
 def test_a_rank_has_a_share_of_the_state():
@@ -749,6 +1041,8 @@ def test_wrong_arguments():
             ((net, [(sgd, [*net.parameters()], {})] * 2), ArgumentError, "two optimizers"),
             ((net, [(sgd, [nn.Parameter(torch.ones(2), False)], {})]), ArgumentError, "require"),
             ((net, torch.optim.LBFGS), NotSupportedError, "LBFGS"),
+            ((net, sgd(net.parameters())), ArgumentTypeError, "optimizer is a SGD"),
+            ((net, [sgd]), ArgumentTypeError, "list of tuples"),
             ((net, torch.optim.SparseAdam), NotSupportedError, "SparseAdam"),
         ]
         for arguments, error, text in cases:

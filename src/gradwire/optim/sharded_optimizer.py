@@ -55,6 +55,8 @@ ELEMENTWISE = (
 )
 """Classes whose step treats each element by itself; all others step whole parameters."""
 REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Code of the function by which PyTorch replaces the `step` of each class, to call hooks."""
 BUCKET_BYTES = 25 << 20
 
 
@@ -70,11 +72,16 @@ class ShardedOptimizer(Optimizer):
     By default `param.grad` is the mean of all ranks, as without this class, and gradients may be
     clipped, logged or changed in the same way on all ranks before the step. With
     `reduce_scatter=True`, each rank receives the mean of its share of the gradients only. This
-    sends less; `param.grad` is None after backward, so clip by this optimizer's methods.
+    sends less; `param.grad` is None after backward, so clip by this optimizer's methods. A step
+    uses up the gradients.
 
-    If a rank raises in `step`, or ends in it, all ranks raise, and all keep the parameters from
-    before the step. The state may then be a step ahead: load a saved one to continue. Within a step
-    each rank needs memory for one more copy of the parameters.
+    If a rank raises in `step`, or ends before or in it, all ranks raise, and all keep the
+    parameters from before the step. The state may then be a step ahead: load a saved one to
+    continue. If a rank ends after the last message of a step, all others complete the step.
+
+    Within a step each rank needs memory for one more copy of the parameters; with
+    `reduce_scatter`, the memory of its gradients serves for that where no padding is needed.
+    `state` is empty but for `consolidate`: to change it, load a changed state.
 
     The step of a parameter must not depend on other parameters, except by options that it changes
     on all ranks in the same way.
@@ -130,6 +137,13 @@ class ShardedOptimizer(Optimizer):
         if isinstance(optimizer, type):
             trained = [p for p in model.parameters() if p.requires_grad]
             specifications: Sequence[Specification] = [(optimizer, trained, options)]
+        elif not isinstance(optimizer, list | tuple) or any(
+            not isinstance(each, list | tuple) or len(each) != 3 for each in optimizer
+        ):
+            raise ArgumentTypeError(
+                f"optimizer is a {type(optimizer).__name__}: pass a class, or a list of tuples "
+                "(class, parameters, options)"
+            )
         elif options:
             raise ArgumentError(f"options {[*options]} with a list: give each optimizer its own")
         else:
@@ -141,30 +155,38 @@ class ShardedOptimizer(Optimizer):
         # optimizers of this rank's parts; together they have the same groups as this one
         self._optimizers: list[Optimizer] = []
         self._buckets: list[_Bucket] = []
+        self._names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
+        # of the parameters of each group, which must not change
+        self._ids: list[list[int]] = []
         self._failed = self._consolidated = False
         # digest of the state that was loaded, which all ranks load
         self._loaded = ""
         wholes = [_with_defaults(*each) for each in specifications]
-        self._specified = [
-            (type(w), o) for w, (_, _, o) in zip(wholes, specifications, strict=True)
-        ]
+        self._specified = [(kind, given) for kind, _, given in specifications]
         groups = list(chain(*(whole.param_groups for whole in wholes)))
         self._check_parameters(groups)
         if not any(p.requires_grad for group in groups for p in group["params"]):
             raise ArgumentError("optimizer has no parameters that require gradients: pass some")
-        self._check_same(groups)
+        self._check_same(self._describe(groups))
         super().__init__(groups, wholes[0].defaults if len(wholes) == 1 else {})
         for whole, (kind, given) in zip(wholes, self._specified, strict=True):
             self._shard(kind, whole.param_groups, given)
+        self._device = self._buckets[0].parameters[0].device
+        if self.own_state():  # as Adagrad's
+            self._mark_state()
         if reduce_scatter:
-            self._register_hook()
+            scattered = [bucket for bucket in self._buckets if bucket.numel]
+            layout = [[self._names[p] for p in bucket.in_order()] for bucket in scattered]
+            others = [n for n in self._names.values() if n not in {*chain(*layout)}]
+            self._reducer.set_layout([*layout, *([n] for n in others)])
+            self._hook = _ReduceScatter(self._group, scattered)
+            self._model.register_comm_hook(None, self._hook)
 
     # -- construction ------------------------------------------------------------------------
 
     def _check_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the wrapper reduces all parameters that require gradients, each once."""
-        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
-        sparse = {*self._reducer.bucket_set.options.sparse}
+        names, sparse = self._names, {*self._reducer.bucket_set.options.sparse}
         seen: set[Parameter] = set(chain(*(g["params"] for g in getattr(self, "param_groups", ()))))
         for number, parameter in enumerate(chain(*(group["params"] for group in groups))):
             what = f"parameter {number}, {names.get(parameter, tuple(parameter.shape))},"
@@ -189,17 +211,20 @@ class ShardedOptimizer(Optimizer):
                 "may have registered: call register_comm_hook(None, None) first"
             )
 
-    def _check_same(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise on all ranks if theirs have other optimizers, parameters or options."""
-        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
+    def _describe(self, groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Describe what must be the same on all ranks."""
         described = [
             ("reduce_scatter", str(self._reduce_scatter)),
             ("classes", str([kind.__name__ for kind, _ in self._specified])),
             ("loaded state", self._loaded or "none"),
         ]
         for group in groups:
-            held = [names.get(p, "") for p in group["params"]]
+            held = [self._names.get(p, "") for p in group["params"]]
             described.append(("group", f"options {_options(group)}, parameters {held}"))
+        return described
+
+    def _check_same(self, described: list[tuple[str, str]]) -> None:
+        """Raise on all ranks if theirs differ in their descriptions."""
         FaultDomain.of(self._group).before_others()
         remedy = "Construct, change and load the same on every rank"
         verify_same(self._group, described, "optimizers", remedy)
@@ -233,31 +258,19 @@ class ShardedOptimizer(Optimizer):
                 inner[options[id(chosen[piece.parameter])]]["params"].append(own)
         if not any(group["params"] for group in inner):
             # optimizers refuse to be empty, and Muon tensors that are not matrices
-            shape = [0] * params[0].dim() if params else [0]
+            shape = [0] * next((p.dim() for group in groups for p in group["params"]), 1)
             inner[0]["params"].append(Parameter(torch.empty(shape, dtype=torch.float32)))
         self._optimizers.append(kind(inner, **given))
-
-    def _register_hook(self) -> None:
-        names = dict(zip(self._reducer.parameters, self._reducer.names, strict=True))
-        scattered = [bucket for bucket in self._buckets if bucket.numel]
-        buckets = [[names[p] for p in bucket.parameters] for bucket in scattered]
-        others = [n for n in names.values() if n not in {*chain(*buckets)}]
-        self._reducer.set_layout([*buckets, *([n] for n in others)])
-        self._hook = _ReduceScatter(self._group, scattered, self._unused)
-        self._model.register_comm_hook(None, self._hook)
-
-    def _unused(self) -> set[Parameter]:
-        """Return parameters that no rank used in the last backward."""
-        names = self._reducer.logging_data().unused or ()
-        parameters = dict(zip(self._reducer.names, self._reducer.parameters, strict=True))
-        return {parameters[name] for name in names}
+        self._ids += [[*map(id, group["params"])] for group in groups]
 
     # -- step --------------------------------------------------------------------------------
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler then calls `step` itself, which raises; otherwise it finds no gradients
-        return self._reduce_scatter
+        # GradScaler asks, and would find no gradients
+        if self._reduce_scatter:
+            raise NotSupportedError("GradScaler with reduce_scatter=True: use bfloat16, or False")
+        return False
 
     @torch.no_grad()
     @runs_outside_contexts
@@ -267,21 +280,23 @@ class ShardedOptimizer(Optimizer):
         Every rank calls this.
 
         Raises:
-            NotSupportedError: `closure` is given, in `join()`, or, with `reduce_scatter`, by a
-                GradScaler; or a parameter has another dtype or memory format than at construction.
+            NotSupportedError: `closure` is given, or in `join()`; or a parameter has another dtype,
+                shape or memory format than at construction, or `param_groups` has others, or
+                `state` was changed.
             MismatchError: Ranks have other options, such as `lr`, or have loaded another state.
             PeerFailedError: Another rank raised in its step.
             PeerLostError, CollectiveTimeoutError: Another rank has ended, or did not call in time.
             ReductionError: An earlier step failed, gradients were not reduced, or the wrapper has
                 been refitted.
         """
-        self._check_step(closure)
+        if closure is not None:
+            raise NotSupportedError("closure is given: compute the loss before step()")
+        if self._model._join_config.enable:
+            raise NotSupportedError("step() of a ShardedOptimizer in join(): give all ranks input")
+        self._check_usable("step()")
         FaultDomain.of(self._group).before_others()
         failure: Exception | None = None
-        self._failed, self._consolidated = True, False
-        # torch.distributed.checkpoint steps an optimizer whose state is empty, to make one
-        self.state.clear()
-        self.state.update((p, {}) for bucket in self._buckets for p in bucket.parameters)
+        self._failed = True
         try:
             try:
                 self._step_shards()
@@ -289,52 +304,54 @@ class ShardedOptimizer(Optimizer):
                 failure = error
             self._gather(failure)
         finally:
-            for bucket in self._buckets:
-                bucket.release()
-            self._clear_gradients()
+            self._release()
         self._failed = False
 
     def _step_shards(self) -> None:
-        if unreduced := self._reducer.usage.accumulated:
-            names = [self._reducer.names[i] for i in unreduced]
-            raise ReductionError(
-                f"the gradients of {names} are those of this rank: run the last backward before "
-                "step() outside of no_sync()",
-                names,
+        if [[*map(id, group["params"])] for group in self.param_groups] != self._ids:
+            raise NotSupportedError(
+                "param_groups has other parameters than this optimizer was given: use "
+                "add_param_group(), or make a new ShardedOptimizer"
             )
+        changed = any(self.state.values()) and not self._consolidated
+        if changed or (not self.state and self.own_state()):
+            raise NotSupportedError(
+                "state was changed, but ranks keep their shares of it elsewhere: change the result "
+                "of consolidate() and state_dict(), and load it"
+            )
+        unreduced = [self._reducer.names[i] for i in self._reducer.usage.accumulated]
+        if unreduced or self._reducer.state.unfinished:
+            raise ReductionError(
+                f"the gradients of {unreduced or 'a backward'} are those of this rank: run the "
+                "last backward before step() to its end, outside of no_sync()",
+                unreduced,
+            )
+        self._mark_state()
         for bucket in self._buckets:
             bucket.load()
         self._copy_options()
         for inner in self._optimizers:
-            inner.step()
+            step: Any = type(inner).step
+            # without the hooks of all optimizers, which run with this one
+            hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+            bare = not hooks and getattr(step, "__code__", None) is _HOOKED
+            (step.__wrapped__ if bare else step)(inner)
         self._copy_options(back=True)
 
-    def _check_step(self, closure: object) -> None:
-        if closure is not None:
-            raise NotSupportedError("closure is given: compute the loss before step()")
-        if self._reduce_scatter and "found_inf" in vars(self):
-            for name in ("grad_scale", "found_inf"):  # as GradScaler after a step without an error
-                delattr(self, name)
-            raise NotSupportedError(
-                "GradScaler with reduce_scatter=True: use bfloat16, or reduce_scatter=False"
-            )
-        if self._model._join_config.enable:
-            raise NotSupportedError("step() of a ShardedOptimizer in join(): give all ranks input")
-        changed = self._model.reducer is not self._reducer
-        if changed or self._model.process_group is not self._group:
-            raise ReductionError(
-                "the wrapper was refitted or has another group: make a new ShardedOptimizer"
-            )
-        self._check_hook()
-        self._check_failed("step()")
+    def _mark_state(self) -> None:
+        # torch.distributed.checkpoint steps an optimizer whose state is empty, to make one
+        self._consolidated = False
+        self.state.clear()
+        self.state.update((p, {}) for bucket in self._buckets for p in bucket.parameters)
 
-    def _check_hook(self) -> None:
-        if self._hook is not None and self._reducer.comm_hook is not self._hook:
+    def _check_usable(self, what: str) -> None:
+        model, reducer, hook = self._model, self._reducer, self._hook
+        same = model.reducer is reducer and model.process_group is self._group
+        if not same or (hook is not None and reducer.comm_hook is not hook):
             raise ReductionError(
-                "another communication hook was registered: make a new ShardedOptimizer"
+                f"{what} after the wrapper was refitted, or got another group or another "
+                "communication hook: make a new ShardedOptimizer"
             )
-
-    def _check_failed(self, what: str) -> None:
         if self._failed:
             raise ReductionError(
                 f"{what} after a step() that failed, so that the ranks' states may differ: call "
@@ -344,20 +361,18 @@ class ShardedOptimizer(Optimizer):
     def _gather(self, failure: Exception | None) -> None:
         """Gather all shards; change parameters only once all ranks have received everything."""
         group, rank = self._group, self._group.rank()
+        on_cpu, since = self._device.type == "cpu", time.monotonic()
         wait = functools.partial(
-            wait_for_message,
-            group,
-            what="step()",
-            on_cpu=self._device.type == "cpu",
-            since=time.monotonic(),
-            from_all=True,
+            wait_for_message, group, what="step()", on_cpu=on_cpu, since=since, from_all=True
         )
         for work in chain(*[bucket.gather(group) for bucket in self._buckets]):
             wait(work)
-        # A rank that failed is named. All must have stepped with the same options: replicas that
-        # are equal would not show it.
-        own = repr((self._loaded, [*map(_options, self.param_groups)]))
-        number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
+        # A rank that failed is named. All must have stepped with the same options and gradients:
+        # replicas that are equal would not show it.
+        described = self._describe(self.param_groups)
+        without = [self._names[p] for b in self._buckets for p in b.parameters if p.grad is None]
+        described.append(("parameters without a gradient", str(without)))
+        number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
         sent = [0 if failure is None else rank + 1, number, -number]
         agreed = torch.tensor(sent, dtype=torch.int64, device=self._device)
         wait(dist.all_reduce(agreed, dist.ReduceOp.MAX, group, async_op=True))
@@ -370,14 +385,9 @@ class ShardedOptimizer(Optimizer):
                 [failed - 1],
             )
         if most != -least:
-            self._check_same(self.param_groups)
+            self._check_same(described)
         for bucket in self._buckets:
             bucket.store()
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._buckets[0].device
-        return device
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, of shards also; see `torch.optim.Optimizer.zero_grad`.
@@ -390,11 +400,11 @@ class ShardedOptimizer(Optimizer):
                 "zero_grad(set_to_none=False) with reduce_scatter=True: use True"
             )
         super().zero_grad(set_to_none)
-        self._clear_gradients()
+        self._release()
 
-    def _clear_gradients(self) -> None:
-        for _, own in chain(*(bucket.own for bucket in self._buckets)):
-            own.grad = None
+    def _release(self) -> None:
+        for bucket in self._buckets:
+            bucket.release()
         if self._hook is not None:
             self._hook.holds_gradients = False
 
@@ -412,7 +422,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ArgumentError: `norm_type` is not above 0, with `reduce_scatter`.
         """
-        self._check_hook()
+        self._check_usable("clip_grad_norm_()")
         if not self._reduce_scatter:
             params = list(chain(*(group["params"] for group in self.param_groups)))
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -421,11 +431,10 @@ class ShardedOptimizer(Optimizer):
             raise ArgumentError(f"norm_type is {norm_type}: with reduce_scatter, pass one above 0")
         own = [t for bucket in self._buckets for _, t in bucket.own]
         norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
-        for tensor in own:
-            if tensor.grad is not None:
-                wide = torch.promote_types(tensor.dtype, torch.float32)
-                norms.append(torch.linalg.vector_norm(tensor.grad, norm_type, dtype=wide))
-        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), norm_type)
+        for grad in (tensor.grad for tensor in own if tensor.grad is not None):
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(grad, norm_type, dtype=wide).to(norms[0]))
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         op = dist.ReduceOp.MAX if most else dist.ReduceOp.SUM
         if not most:
             total.pow_(norm_type)
@@ -443,7 +452,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp each element of all gradients to at most `clip_value` in absolute value."""
-        self._check_hook()
+        self._check_usable("clip_grad_value_()")
         if self._reduce_scatter:
             params = [t for bucket in self._buckets for _, t in bucket.own]
         else:
@@ -468,9 +477,9 @@ class ShardedOptimizer(Optimizer):
                 "at construction"
             )
         kind, given = self._specified[0]
-        whole = _with_defaults(kind, [param_group], given)
+        whole = _with_defaults(kind, [{**self.defaults, **param_group}], given)
         self._check_parameters(whole.param_groups)
-        self._check_same(whole.param_groups)
+        self._check_same(self._describe(whole.param_groups))
         super().add_param_group(whole.param_groups[0])
         self._shard(kind, whole.param_groups, given)
 
@@ -498,7 +507,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ReductionError: An earlier step failed.
         """
-        self._check_failed("consolidate()")
+        self._check_usable("consolidate()")
         FaultDomain.of(self._group).before_others()
         own = self.own_state()
         parts = [
@@ -513,8 +522,10 @@ class ShardedOptimizer(Optimizer):
         else:
             received = everyones if self._group.rank() == to else None
             dist.gather_object(parts, received, group=self._group, group_dst=to)
-        self.state.clear()
+        self._mark_state()
         self._consolidated = to is None or self._group.rank() == to
+        if self._consolidated:
+            self.state.clear()
         for number, piece, values in chain(*(part for part in everyones if part)):
             self._buckets[number].add_to(self.state, piece, values)
 
@@ -549,18 +560,18 @@ class ShardedOptimizer(Optimizer):
         held = {p: i for i in self._optimizers for g in i.param_groups for p in g["params"]}
         for bucket in self._buckets:
             for piece, own in bucket.own:
-                state = self.state.get(bucket.parameters[piece.parameter])
-                if state:
+                if state := self.state.get(bucket.parameters[piece.parameter]):
                     held[own].state[own] = bucket.part_of(state, piece)
-        self.state.update((p, {}) for p in self.state)  # see `step`
-        self._failed = self._consolidated = False
+        self._mark_state()
+        self._failed = False
 
 
 def _options(group: Mapping[str, Any]) -> str:
     """Describe a group's options: equal on all ranks if they are, without places in memory."""
     plain, described = (bool, int, float, complex, str, tuple, type(None)), {}
     for key, value in sorted(group.items()):
-        if isinstance(value, Tensor) and value.is_cpu:  # others would be waited for
+        # tensors, unless they would be waited for, and numbers of NumPy
+        if hasattr(value, "tolist") and getattr(value, "is_cpu", True):
             described[key] = str(value.tolist())
         elif key != "params":
             described[key] = repr(value) if isinstance(value, plain) else type(value).__name__
@@ -597,12 +608,14 @@ class _Bucket:
         self, parameters: list[Parameter], assignment: Assignment, rank: int, *, cut: bool
     ) -> None:
         self.parameters, self._assignment, self._cut = parameters, assignment, cut
-        self._layouts = [(p.dtype, p.stride()) for p in parameters]
+        self._layouts = [(p.dtype, p.shape, p.stride()) for p in parameters]
         self._rank, self._starts = rank, [0, *accumulate(assignment.lengths)]
+        self._nbytes = [length * parameters[0].element_size() for length in assignment.lengths]
         self._places = [(r, p) for r, pieces in enumerate(assignment.pieces) for p in pieces]
-        self.numel, self.device = self._starts[-1], parameters[0].device
+        self.numel = self._starts[-1]
         # Within a step, the shards of all ranks. This rank's has copies of its parts of the
         # parameters, and those of others are received here: a step that fails has changed none.
+        # With reduce_scatter, it is the memory of the gradients that were sent.
         self._shards: Tensor | None = None
         # this rank's pieces, with the parameters that the inner optimizer steps
         self.own = [
@@ -615,9 +628,12 @@ class _Bucket:
         shape = (piece.stop - piece.start,) if self._cut else like.shape
         return torch.empty((), dtype=like.dtype, device=like.device).expand(shape)
 
-    def _new_shards(self) -> Tensor:
-        dtype, device = self.parameters[0].dtype, self.device
-        return advised(torch.empty(self.numel, dtype=dtype, device=device))
+    def _allocated(self) -> Tensor:
+        """Return the shards of all ranks, in new memory at first."""
+        if self._shards is None:
+            dtype, device = self._layouts[0][0], self.parameters[0].device
+            self._shards = advised(torch.empty(self.numel, dtype=dtype, device=device))
+        return self._shards
 
     def _view(self, shards: Tensor, piece: Piece, rank: int) -> Tensor:
         """Return a piece's elements in a tensor of shards; those of a whole parameter like it."""
@@ -637,26 +653,23 @@ class _Bucket:
     def load(self) -> None:
         """Copy this rank's parts of parameters, and take those of gradients that are whole."""
         for parameter, layout in zip(self.parameters, self._layouts, strict=True):
-            if (parameter.dtype, parameter.stride()) != layout:
+            if (parameter.dtype, parameter.shape, parameter.stride()) != layout:
                 raise NotSupportedError(
-                    f"a parameter of shape {tuple(parameter.shape)} has another dtype or memory "
-                    "format than at construction: convert the module before wrapping it"
+                    f"a parameter of shape {tuple(parameter.shape)} has another dtype, shape or "
+                    "memory format than at construction: convert the module before wrapping it"
                 )
-        self._shards = self._new_shards()
+        shards = self._allocated()
         for piece, own in self.own:
             parameter = self.parameters[piece.parameter]
-            own.data = self._view(self._shards, piece, self._rank)
+            own.data = self._view(shards, piece, self._rank)
             own.copy_(self._part(parameter, piece))
             if parameter.grad is not None:
                 own.grad = self._part(parameter.grad, piece)
 
     def gather(self, group: dist.ProcessGroup) -> list[dist.Work]:
         """Start to gather the shards of all ranks."""
-        if self._shards is None:  # this rank has failed before
-            self._shards = self._new_shards()
-        in_bytes = self._shards.view(torch.uint8)
-        size = self._shards.element_size()
-        shards = in_bytes.split([length * size for length in self._assignment.lengths])
+        in_bytes = self._allocated().view(torch.uint8)  # new on a rank that has failed before
+        shards = in_bytes.split(self._nbytes)
         if self._cut:
             return [getattr(group, ALL_GATHER_SINGLE)(in_bytes, shards[self._rank])]
         # of different lengths, as ranks have different parameters
@@ -665,64 +678,72 @@ class _Bucket:
 
     def store(self) -> None:
         """Copy the shards of all ranks to the parameters."""
-        shards = self._shards
-        assert shards is not None
+        shards = self._allocated()
         torch._foreach_copy_(
             [self._part(self.parameters[piece.parameter], piece) for _, piece in self._places],
             [self._view(shards, piece, rank) for rank, piece in self._places],
         )
 
     def release(self) -> None:
-        """Release the memory of the step."""
-        self._shards = None
+        """Release the memory of the step, and the gradients."""
         for piece, own in self.own:
-            own.data = self._shape_only(piece)
+            own.grad = None
+            if self._shards is not None:
+                own.data = self._shape_only(piece)
+        self._shards = None
 
     # -- reduce_scatter ----------------------------------------------------------------------
 
-    def reduce_scatter(
-        self, group: dist.ProcessGroup, gradients: Mapping[Tensor, Tensor]
-    ) -> tuple[dist.Work, Tensor]:
-        """Start to reduce gradients; what is received has rows, whose sum is the shard."""
-        sent, given = self._new_shards(), [self.parameters[p.parameter] for _, p in self._places]
-        # without parameters that no rank uses, which a static graph leaves out
-        for parameter, (rank, piece) in zip(given, self._places, strict=True):
-            if parameter in gradients:
-                self._view(sent, piece, rank).copy_(self._part(gradients[parameter], piece))
-        sent.mul_(1 / group.size())
-        lengths = self._assignment.lengths
-        if self._cut and dist.get_backend(group) != "gloo":  # whose reduce_scatter has no future
-            received = sent.new_empty(1, lengths[self._rank])
-            return getattr(group, REDUCE_SCATTER_SINGLE)(received[0], sent), received
-        received = sent.new_empty(group.size(), lengths[self._rank])
-        size = sent.element_size()
-        work = getattr(group, ALL_TO_ALL_SINGLE)(
-            received.flatten().view(torch.uint8),
-            sent.view(torch.uint8),
-            [received[0].nbytes] * group.size(),
-            [length * size for length in lengths],
-        )
-        return work, received
+    def in_order(self) -> list[Parameter]:
+        """Return the parameters in the order of their shards."""
+        return [*dict.fromkeys(self.parameters[piece.parameter] for _, piece in self._places)]
 
-    def set_gradients(self, shard: Tensor, unused: set[Parameter]) -> None:
-        """Set the gradients of this rank's pieces to a reduced shard."""
+    def reduce_scatter(
+        self, group: dist.ProcessGroup, gradients: GradBucket
+    ) -> tuple[dist.Work, Tensor, Tensor]:
+        """Start to reduce gradients; what is received has rows, whose sum is the shard."""
+        sent = gradients.buffer()
+        if len(sent) != self.numel:  # shards have gaps, or a static graph leaves parameters out
+            sent = advised(sent.new_empty(self.numel))
+            given = dict(zip(gradients.parameters(), gradients.gradients(), strict=True))
+            for rank, piece in self._places:
+                gradient = given.get(self.parameters[piece.parameter])
+                view = self._view(sent, piece, rank)
+                view.zero_() if gradient is None else view.copy_(self._part(gradient, piece))
+        sent.mul_(1 / group.size())
+        own = self._assignment.lengths[self._rank]
+        if self._cut and dist.get_backend(group) != "gloo":  # whose reduce_scatter has no future
+            received = sent.new_empty(1, own)
+            work = getattr(group, REDUCE_SCATTER_SINGLE)(received[0], sent)
+        else:
+            received = sent.new_empty(group.size(), own)
+            in_bytes = received.flatten().view(torch.uint8), sent.view(torch.uint8)
+            splits = [self._nbytes[self._rank]] * group.size(), self._nbytes
+            work = getattr(group, ALL_TO_ALL_SINGLE)(*in_bytes, *splits)
+        return work, sent, received
+
+    def set_gradients(self, sent: Tensor, received: Tensor) -> None:
+        """Set the gradients of this rank's pieces; those of parameters are not reduced."""
+        self._shards, shard = sent, received[0] if len(received) == 1 else received.sum(0)
         for piece, own in self.own:
-            if self.parameters[piece.parameter] not in unused:
-                own.grad = self._view(shard, piece, 0)
+            gradient = self._view(shard, piece, 0)
+            # what no rank uses has no gradient; another rank may use what this one does not
+            if self.parameters[piece.parameter].grad is not None or gradient.any():
+                own.grad = gradient
+        for parameter in self.parameters:
+            parameter.grad = None
 
     # -- state -------------------------------------------------------------------------------
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
         """Return the state of a piece, from the state of its whole parameter."""
         like = self.parameters[piece.parameter]
-        return {
-            key: self._part(value, piece).clone()
-            if isinstance(value, Tensor) and value.shape == like.shape and value.dim()
-            else value.clone()
-            if isinstance(value, Tensor)
-            else value
-            for key, value in state.items()
-        }
+        parts = dict(state)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                is_whole = value.dim() > 0 and value.shape == like.shape
+                parts[key] = (self._part(value, piece) if is_whole else value).clone()
+        return parts
 
     def add_to(
         self, whole: defaultdict[Tensor, Any], piece: Piece, values: Mapping[str, Any]
@@ -745,16 +766,10 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
     single_collective = True
     averages = True  # all ranks gather the same parameters
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        buckets: Sequence[_Bucket],
-        unused: Callable[[], set[Parameter]],
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, buckets: Sequence[_Bucket]) -> None:
         super().__init__(group)
-        self._unused = unused
         self._buckets: dict[Tensor, _Bucket] = {p: b for b in buckets for p in b.parameters}
-        self._received: list[tuple[_Bucket, Tensor]] = []
+        self._received: list[tuple[_Bucket, Tensor, Tensor]] = []
         # True from a backward that was reduced to the step or zero_grad after it
         self.holds_gradients = False
 
@@ -773,18 +788,13 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
         mine = self._buckets.get(bucket.parameters()[0])
         if mine is None:  # of a parameter that is not optimized
             work = dist.all_reduce(buffer.mul_(1 / ranks), group=self.state, async_op=True)
-            return after(work, lambda: buffer, buffer.device)
-        gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        work, received = mine.reduce_scatter(self.state, gradients)
-        self._received.append((mine, received))
+        else:
+            work, sent, received = mine.reduce_scatter(self.state, bucket)
+            self._received.append((mine, sent, received))
         return after(work, lambda: buffer, buffer.device)
 
     def committed(self) -> None:
-        """Set the gradients of this rank's pieces; those of parameters are not reduced."""
         self.holds_gradients = True
-        unused = self._unused()
-        for bucket, received in self._received:
-            bucket.set_gradients(functools.reduce(torch.add, received), unused)
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        for bucket, sent, received in self._received:
+            bucket.set_gradients(sent, received)
         self._received.clear()
