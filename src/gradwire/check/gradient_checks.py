@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from math import isclose, sqrt
+from math import inf, isclose, sqrt
 from typing import Any
 
 from gradwire.check.observer import ALONE
@@ -53,14 +53,15 @@ _CAUSES = {
 
 def _first_local_step(run: Run, model: Replicas) -> tuple[list[Event], str]:
     """Return the first step with different gradients, if parameters are never equal afterwards."""
-    steps = list(run.steps("stepped", model))
-    if steps and not run.hooked(model) and differing(steps[-1], "parameters"):
-        for events in steps:
-            if name := differing(events, "gradients"):
-                later = [e for e in run.steps("step", model) if e[0]["step"] > events[0]["step"]]
-                return (
-                    (events, name) if all(differing(e, "parameters") for e in later) else ([], "")
-                )
+    steps = [] if run.hooked(model) else list(run.steps("stepped", model))
+    for events in steps:
+        if name := differing(events, "gradients"):
+            first, wrapped = events[0]["step"], run.of("model", model.ranks[0])
+            # a wrapper that is made later makes them equal by accident
+            until = min((e["step"] for e in wrapped if e["step"] > first), default=inf)
+            later = [e for e in run.steps("step", model) if first < e[0]["step"] < until]
+            later.append([e for e in steps if e[0]["step"] < until][-1])
+            return (events, name) if all(differing(e, "parameters") for e in later) else ([], "")
     return [], ""
 
 
