@@ -38,19 +38,6 @@ def host(
     return {"proc": proc, "cgroups": cgroups}
 
 
-def available(folders: dict[str, Path]) -> int:
-    """The most that is let through, to the MiB."""
-    low, high = 4, 1 << 20
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            check_available(middle << 20, **folders)
-            low = middle
-        except MemoryError:
-            high = middle
-    return low << 20
-
-
 def limited(limit: object, used: int, **more: object) -> dict[str, str]:
     return {f"memory.{k}": str(v) for k, v in {"max": limit, "current": used, **more}.items()}
 
@@ -82,7 +69,10 @@ V1_GROUP = "5:cpu:/\n4:memory:/docker/1234\n0::/"
 def test_available_memory(
     tmp_path: Path, cgroup: str, files: dict[str, str], swap: int, expected: int
 ) -> None:
-    assert available(host(tmp_path, cgroup=cgroup, files=files, swap=swap)) == expected
+    folders = host(tmp_path, cgroup=cgroup, files=files, swap=swap)
+    check_available(expected, **folders)
+    with pytest.raises(MemoryError):
+        check_available(expected + (1 << 20), **folders)
 
 
 def test_unknown_limits_are_ignored(tmp_path: Path) -> None:

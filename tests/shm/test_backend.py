@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 import torch
@@ -45,13 +44,6 @@ def test_the_group_is_torch_s_own():
     names = [None] * 2
     dist.all_gather_object(names, group.group_name)
     assert names == [group.group_name] * 2
-
-
-@pytest.mark.on_ranks(2)
-def test_timeouts_are_set_through_the_group():
-    group, backend = dist.group.WORLD, dist.group.WORLD._get_backend(CPU)
-    group.set_timeout(timedelta(seconds=7))
-    assert backend.options._timeout == timedelta(seconds=7)
 
 
 @pytest.mark.on_ranks(2)

@@ -239,47 +239,43 @@ def test_overlapping_tensors_of_a_list(count, inside):
 # -- pending results of functional collectives as arguments
 
 
+def into(call, count):
+    """Return a call whose result is in a tensor of so many elements."""
+
+    def run(t):
+        out = torch.zeros(count)
+        call(out, t)
+        return out
+
+    return run
+
+
+def in_place(call):
+    return lambda t: call(t) or t
+
+
+PENDING = {  # what a call gives of [1, 3] on each rank
+    in_place(dist.all_reduce): [[2, 6]] * 2,
+    in_place(lambda t: dist.all_reduce(t, async_op=True).wait() and None): [[2, 6]] * 2,
+    in_place(lambda t: dist.broadcast(t, 0)): [[1, 3]] * 2,
+    in_place(lambda t: broadcast_coalesced(dist.group.WORLD, [t])): [[1, 3]] * 2,
+    into(dist.all_gather_into_tensor, 4): [[1, 3, 1, 3]] * 2,
+    into(dist.reduce_scatter_tensor, 1): [[2], [6]],
+    into(dist.all_to_all_single, 2): [[1, 1], [3, 3]],
+    into(lambda out, t: dist.recv(out, 0) if dist.get_rank() else dist.send(t, 1), 2): [
+        [0, 0],
+        [1, 3],
+    ],
+    collectives.all_reduce: [[2, 6]] * 2,
+    collectives.all_gather: [[1, 3, 1, 3]] * 2,
+    collectives.reduce_scatter: [[2], [6]],
+}
+
+
+@pytest.mark.on_ranks(2)
 def test_awaited_results_as_arguments():
-    def main():
-        def awaited():  # [1, 3]
-            mine = torch.arange(2.0) + dist.get_rank()
-            result = functional.all_reduce(mine, "sum", dist.group.WORLD)
-            assert isinstance(result, functional.AsyncCollectiveTensor)
-            return result
-
-        rank, out = dist.get_rank(), torch.zeros(2)
-        for in_place in (
-            dist.all_reduce,
-            lambda t: dist.all_reduce(t, async_op=True).wait(),
-            lambda t: dist.reduce(t, 0),
-        ):
-            t = awaited()
-            in_place(t)
-            assert rank == 1 or t.tolist() == [2, 6]
-        for same in (
-            lambda t: dist.broadcast(t, 0),
-            lambda t: broadcast_coalesced(dist.group.WORLD, [t]),
-        ):
-            t = awaited()
-            same(t)
-            assert t.tolist() == [1, 3]
-        gathered = torch.zeros(4)
-        dist.all_gather_into_tensor(gathered, awaited())
-        assert gathered.tolist() == [1, 3, 1, 3]
-        part = torch.zeros(1)
-        dist.reduce_scatter_tensor(part, awaited())
-        assert part.item() == (2, 6)[rank]
-        dist.all_to_all_single(out, awaited())
-        assert out.tolist() == ([1, 1], [3, 3])[rank]
-        t = awaited()
-        if rank == 0:
-            dist.send(t, 1)
-        else:
-            dist.recv(out, 0)
-            assert out.tolist() == [1, 3]
-        assert collectives.all_reduce(awaited()).tolist() == [2, 6]
-        assert collectives.all_gather(awaited()).tolist() == [1, 3, 1, 3]
-        assert collectives.broadcast(awaited(), src=0).tolist() == [1, 3]
-        assert collectives.reduce_scatter(awaited()).tolist() == [[2], [6]][rank]
-
-    run_ranks(main, 2, backend="shm", timeout=60)
+    for number, (call, expected) in enumerate(PENDING.items()):
+        mine = torch.arange(2.0) + dist.get_rank()
+        pending = functional.all_reduce(mine, "sum", dist.group.WORLD)
+        assert isinstance(pending, functional.AsyncCollectiveTensor)
+        assert call(pending).tolist() == expected[dist.get_rank()], number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from itertools import product
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from benchmarks.hosts import Hosts, why_no_hosts
 
 import gradwire.shm
-from gradwire import shm
 from gradwire._torch import PYTHON_BACKENDS, is_done
 from gradwire.errors import MismatchError
 from gradwire.shm import meeting, reduction
@@ -31,10 +29,6 @@ def value(rank, count, dtype, salt=0):
 
 def equal(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-def new(count, dtype, inside):
-    return gradwire.shm.empty(count, dtype=dtype) if inside else torch.empty(count, dtype=dtype)
 
 
 def streamed():
@@ -58,16 +52,6 @@ def streamed():
         for got, expected, before in zip(lists[rank], lists[root], versions, strict=True):
             equal(got.detach(), expected.detach())
             assert not got.numel() or (got._version > before) == (rank != root)
-
-
-def broadcast_between_places():
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for inside in itertools.product([False, True], repeat=world):
-        for count in (9_000, 300_001):
-            for root in {0, world - 1}:
-                x = new(count, torch.float32, inside[rank]).copy_(value(rank, count, torch.float32))
-                dist.broadcast(x, root)
-                equal(x, value(root, count, torch.float32))
 
 
 def listed():
@@ -172,26 +156,6 @@ def in_flight():
         assert work.get_future().value()[0].data_ptr() == x.data_ptr()
 
 
-@pytest.mark.on_ranks(4)
-def test_groups_and_subgroups():
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pairs = [[0, 1], [2, 3]]
-    mine = [dist.new_group(ranks) for ranks in pairs][rank // 2]
-    cross = dist.new_group([1, 3], backend="shm")
-    for count in (3, 90_000):
-        x, y = torch.full((count,), float(rank)), torch.full((count,), float(rank))
-        first = dist.all_reduce(x, group=mine, async_op=True)
-        dist.all_reduce(y)
-        first.wait()
-        equal(x, torch.full((count,), float(sum(pairs[rank // 2]))))
-        equal(y, torch.full((count,), float(sum(range(world)))))
-        if rank % 2:
-            dist.broadcast(x, 3, group=cross)
-            equal(x, torch.full((count,), 5.0))
-    dist.destroy_process_group(mine)
-    dist.barrier()
-
-
 def objects():
     rank, world = dist.get_rank(), dist.get_world_size()
     gathered = [None] * world
@@ -209,7 +173,6 @@ def objects():
 
 BODIES = {
     "broadcast of a list": streamed,
-    "broadcast between places": broadcast_between_places,
     "blocks of different sizes": listed,
     "averages and bits": averaged,
     "messages": messages,
@@ -255,10 +218,6 @@ def test_over_hosts_that_share_no_network(ranks):
             run_ranks(BODIES[body], sum(ranks), hosts=hosts, timeout=100.0)
 
 
-# -- reductions of large tensors, in pieces
-
-
-BYTES = reduction._UNCUT_BYTES
 BY_NAME = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -273,48 +232,20 @@ def reduced_by(world, count, dtype, op):
     return (found / world if op == "avg" else found).to(dtype)
 
 
-def reduce_all(count, dtype, op):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tensor = gradwire.shm.empty(count, dtype=dtype)
-    tensor.copy_(exact(rank, count, dtype))
-    dist.all_reduce(tensor, BY_NAME[op])
-    assert torch.equal(tensor, reduced_by(world, count, dtype, op))
-    tensor.copy_(exact(rank, count, dtype))
-    dist.reduce(tensor, world - 1, BY_NAME[op])
-    if rank == world - 1:
-        assert torch.equal(tensor, reduced_by(world, count, dtype, op))
-    else:
-        assert torch.equal(tensor, exact(rank, count, dtype))
-
-
-def scatter_reduced(count, dtype, op):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    source = gradwire.shm.empty(count * world, dtype=dtype)
-    source.copy_(exact(rank, count * world, dtype))
-    out = torch.empty(count, dtype=dtype)
-    dist.reduce_scatter_tensor(out, source, BY_NAME[op])
-    whole = reduced_by(world, count * world, dtype, op)
-    assert torch.equal(out, whole[rank * count :][:count])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", BY_NAME)
+@pytest.mark.on_ranks(2)
 def test_reductions_in_pieces(dtype, op):
-    if op == "avg" and not dtype.is_floating_point:
-        pytest.skip("integers are not averaged")
-    share = BYTES // dtype.itemsize
-    run_ranks(reduce_all, args=(2 * share + 333, dtype, op))
-    run_ranks(scatter_reduced, args=(share + 333, dtype, op))
-
-
-def test_only_long_shares_are_cut():
-    whole = torch.arange(BYTES // 4)
-    assert whole.nbytes == 2 * BYTES
-    assert len(reduction._in_pieces([whole[: BYTES // 8]])) == 1
-    pieces = reduction._in_pieces([whole, -whole])
-    assert len(pieces) > 2
-    for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
-        assert torch.equal(torch.cat(column), tensor)
+    """In shared memory, where shares are cut that do not stay in a core's cache."""
+    rank, count = dist.get_rank(), 2 * (reduction._UNCUT_BYTES // dtype.itemsize + 333)
+    mine, expected = exact(rank, count, dtype), reduced_by(2, count, dtype, op)
+    tensor, part = gradwire.shm.empty(count, dtype=dtype), torch.empty(count // 2, dtype=dtype)
+    dist.reduce_scatter_tensor(part, tensor.copy_(mine), BY_NAME[op])
+    assert torch.equal(part, expected.chunk(2)[rank])
+    dist.all_reduce(tensor.copy_(mine), BY_NAME[op])
+    assert torch.equal(tensor, expected)
+    dist.reduce(tensor.copy_(mine), 1, BY_NAME[op])
+    assert torch.equal(tensor, expected if rank == 1 else mine)
 
 
 def reduce_through(number, count):
@@ -345,9 +276,6 @@ def test_reductions_pass_through_every_ring(number):
     count = ring.slots * ring.slot_bytes // 4 + 333
     for used in run_ranks(reduce_through, 3, backend="shm", args=(number, count)):
         assert used == [number]
-
-
-# -- gather and scatter with every combination of block sizes: right, or an error on all
 
 
 def numbers(rank, count):
@@ -388,37 +316,11 @@ def all_sizes(sizes):
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.wide)])
 def test_every_combination_of_sizes(size):
-    first, *others = run_ranks(all_sizes, size, backend="shm", timeout=60, args=([0, 2, 3],))
+    """The largest is beyond what travels with headers."""
+    sizes = [0, 3, 90_000 if size < 3 else 2]
+    first, *others = run_ranks(all_sizes, size, backend="shm", timeout=60, args=(sizes,))
     assert all(other == first for other in others)  # the same errors everywhere
     moved, refused = first
     assert moved == 2 * size * 3**size
     assert len(refused) == 2 * size * (9**size - 3**size)
     assert all("number of elements: rank" in text for text in refused)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [[90_000] * 3, [0, 90_000, 5], [900_000, 3, 2_000_000]])
-@pytest.mark.on_ranks(3)
-def test_long_blocks(sizes):
-    """Beyond what travels with headers, in ordinary memory and where ranks share it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = shm.empty(sizes[rank]) if rank % 2 else torch.empty(sizes[rank])
-    own.copy_(numbers(rank, sizes[rank]))
-    for root in range(size):
-        into = [torch.zeros(count) for count in sizes] if rank == root else None
-        dist.gather(own, into, root)
-        assert into is None or all(torch.equal(x, numbers(r, len(x))) for r, x in enumerate(into))
-        flat = shm.empty(sum(sizes)) if root % 2 else torch.empty(sum(sizes))
-        blocks = flat.split(sizes)
-        for r, block in enumerate(blocks):
-            block.copy_(numbers(r, len(block)))
-        out = torch.zeros(sizes[rank])
-        dist.scatter(out, list(blocks) if rank == root else None, root)
-        assert torch.equal(out, numbers(rank, len(out)))
-
-
-@pytest.mark.on_ranks(2)
-def test_a_different_root_on_each_rank():
-    with pytest.raises(MismatchError, match="gather's root: rank 0 has 0, rank 1 has 1"):
-        gathered([2, 2], [2, 2], dist.get_rank())
-    assert gathered([2, 2], [2, 2], 1)

@@ -175,27 +175,6 @@ def test_a_death_is_an_error_on_all_other_ranks(how, kind, count):
         assert "rank 1" in message
 
 
-def lost_sender():
-    rank = dist.get_rank()
-    if rank == 1:
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="rank 1"):
-        dist.recv(torch.ones(3), 1)
-    handle = dist.all_reduce(torch.ones(3), async_op=True)
-    with pytest.raises(DistributedError, match="rank 1"):
-        handle.wait()
-    with pytest.raises(RuntimeError, match="rank 1"):  # torch wraps what a future raises
-        handle.get_future().wait()
-    return True
-
-
-@pytest.mark.wide
-def test_a_death_is_an_error_of_receives_and_handles():
-    results = run_ranks(lost_sender, 3, backend="shm", timeout=20, may_die=[1])
-    assert results == [True, None, True]
-
-
 STOPPED_S = 1.0
 
 
@@ -267,8 +246,21 @@ def taken(collect=True):
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
 
+def destroy(group):
+    dist.destroy_process_group(group)
+
+
+def abort(group):
+    dist.barrier()
+    shm_backend_of(group).abort()
+    dist.barrier()
+    with pytest.raises(BrokenGroupError, match="aborted"):
+        group.allreduce([torch.ones(3)]).wait()
+
+
+@pytest.mark.parametrize("end", [destroy, abort])
 @pytest.mark.on_ranks(2)
-def test_groups_release_all_resources():
+def test_groups_release_all_resources(end):
     before, peer = taken(), 1 - dist.get_rank()
     gc.disable()  # nothing may be left to it
     for _ in range(5):
@@ -283,7 +275,7 @@ def test_groups_release_all_resources():
             y = gradwire.shm.empty(50_000, group=group).fill_(1.0)
             dist.all_reduce(y, group=group)
             del y
-        dist.destroy_process_group(group)
+        end(group)
         del group, x, work
     after = taken(collect=False)
     gc.enable()

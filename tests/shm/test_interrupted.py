@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import threading
 import time
@@ -112,36 +111,6 @@ def test_submitting_while_a_group_is_destroyed_ends():
                 work.wait()
             except RuntimeError:
                 continue
-
-
-@pytest.mark.on_ranks(2)
-def test_an_aborted_group_leaves_nothing_behind():
-    dist.barrier()
-    before = left_behind()
-    for _ in range(3):
-        group = dist.new_group(backend="shm")
-        dist.all_reduce(torch.ones(300_000), group=group, async_op=True).wait()
-        dist.barrier()
-        shm_backend_of(group).abort()
-        dist.barrier()
-        with pytest.raises(BrokenGroupError, match="aborted"):
-            group.allreduce([torch.ones(3)]).wait()
-        del group
-    assert left_behind() == before
-
-
-@pytest.mark.wide
-@pytest.mark.on_ranks(6)
-def test_bursts_of_shared_tensors_need_no_descriptor_each():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 128), hard))
-    try:
-        kept = [gradwire.shm.empty(1000).fill_(1) for _ in range(60)]
-        for x in kept:
-            dist.all_reduce(x)
-        assert all(x.eq(dist.get_world_size()).all() for x in kept)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.on_ranks(2)

@@ -21,7 +21,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.work import ShmWork, without_frames
+from gradwire.shm.work import ShmWork
 
 
 class Held:
@@ -175,15 +175,3 @@ def test_memory_is_not_in_use_once_an_operation_has_ended():
 def slow_to_return(work, error=None, source=-1, *, finish=ShmWork.finish):
     finish(work, error, source)
     time.sleep(0.2)
-
-
-def test_errors_may_be_the_causes_of_each_other():
-    """Then a group did not say that it had failed: the copy had no end."""
-    first, second = KeyError("first"), ValueError("again")
-    first.__cause__, second.__cause__ = second, first
-    kept = without_frames(first)
-    assert str(kept) == "'first'"
-    assert str(kept.__cause__) == "again"
-    assert kept.__cause__.__cause__ is None
-    second.__cause__ = second
-    assert without_frames(second).__cause__ is None

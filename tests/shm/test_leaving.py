@@ -8,10 +8,8 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -27,40 +25,11 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm import links as links_module
 from gradwire.shm.links import Kind, Links, Message
-from gradwire.shm.regions import Regions
-from gradwire.shm.register import make_backend, shm_backend_of
+from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy
-
-UNWAITED = """
-import sys, torch, torch.distributed as dist, gradwire.shm
-rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2])
-dist.init_process_group("shm", store=store, rank=rank, world_size=2)
-xs = [torch.ones(2_000_000) if i % 2 else gradwire.shm.empty(1_000_000) for i in range(8)]
-for x in xs:
-    dist.all_reduce(x, async_op=True)
-"""
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_a_process_that_ends_amid_operations_does_not_crash(tmp_path: Path, attempt: int) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", UNWAITED, str(rank), str(tmp_path / "store")],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        stderr = rank.communicate(timeout=60)[1]
-        # the one that is behind may find that the other is gone: an exception, no crash
-        assert rank.returncode in (0, 1), stderr
-        assert "terminate called" not in stderr
 
 
 def forked():
@@ -112,16 +81,6 @@ def test_abort_ends_what_is_in_flight():
     dist.barrier()
 
 
-@pytest.mark.on_ranks(2)
-def test_a_receive_ends_with_its_group():
-    group = dist.new_group(backend="shm")
-    work = dist.irecv(torch.ones(3), 1 - dist.get_rank(), group)
-    dist.barrier()
-    dist.destroy_process_group(group)
-    with pytest.raises(DistributedError, match=r"destroyed|left"):
-        work.wait()
-
-
 def short_of(what):
     """Rank 1 cannot map, or not even take, the memory that rank 0 shares."""
     group = dist.new_group(backend="shm")
@@ -154,22 +113,6 @@ def short_of(what):
 def test_failed_allocations_are_errors_on_all_ranks(what, message):
     for error in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
         assert message in error
-
-
-@pytest.mark.on_ranks(2)
-def test_groups_can_be_made_again_on_the_same_store(tmp_path):
-    """Groups of one name on one store, as torchrun's agent has it; rank 0 is late."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(str(tmp_path / "store"))
-    for _ in range(3):
-        group = make_backend(store, rank, range(world), timedelta(seconds=10))
-        assert gradwire.shm.shares_memory(group)
-        x = torch.ones(3)
-        group.allreduce([x]).wait()
-        group.shutdown()
-        assert x.tolist() == [2.0] * 3
-        if rank == 0:
-            time.sleep(0.2)
 
 
 @pytest.mark.on_ranks(2)
@@ -207,17 +150,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def test_an_error_of_the_receiver_loses_the_peer_and_not_the_thread() -> None:
-    here, there = pair()
-    listening = Listening(here)
-    there.send(links_module._HEAD.pack(99, 0, 0))
-    assert listening.lost.wait(5)
-    with pytest.raises(DistributedError, match="could not be handled"):
-        listening.links.check([1])
-    listening.links.close()
-    there.close()
-
-
 def fill(links: Links) -> None:
     while True:
         links.send(1, Message(Kind.DATA, data=b"x" * 1000), Deadline(0.05))
@@ -238,29 +170,6 @@ def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:
     listening.links.close()
     there.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_threads_that_allocate_at_once_get_regions_of_their_own() -> None:
-    links, kept = Links({}), []
-    regions = Regions(links)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [
-            threading.Thread(
-                target=lambda: kept.extend(regions.allocate(1, Deadline(5)) for _ in range(200))
-            )
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-        links.close()
-    numbers = [regions.locate(tensor).region for tensor in kept]
-    assert len(set(numbers)) == 800
 
 
 # -- long sequences leave nothing behind, and a stopped rank is waited for

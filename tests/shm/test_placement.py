@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from gradwire.shm import semaphores
 from gradwire.shm.register import shm_backend_of
-from gradwire.shm.semaphores import PLACE_BYTES, Placement
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 
@@ -25,22 +24,6 @@ def pinned_to(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, usable)
-
-
-@TWO_CORES
-def test_a_rank_is_beside_the_one_that_waited_on_its_core() -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    memory = memoryview(bytearray(3 * PLACE_BYTES))
-    ranks = [Placement(memory, rank) for rank in range(3)]
-    with pinned_to(first):
-        assert not ranks[0].is_beside(1), "rank 1 has not waited yet"
-        assert ranks[1].is_beside(0)
-    with pinned_to(second):
-        assert not ranks[0].is_beside(1)
-        assert not ranks[2].is_beside(1)
-        assert ranks[1].is_beside(2)
-        ranks[1].close()
-        assert ranks[1].is_beside(2)
 
 
 @TWO_CORES

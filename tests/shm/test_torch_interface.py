@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
-from gradwire.shm.message_ring import MessageRing
 from gradwire.shm.regions import Ring
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
@@ -78,19 +75,6 @@ def sparse_mistakes():
 def test_sparse_tensors_that_differ_are_an_error_on_all_ranks():
     first, second = on_ranks(sparse_mistakes)
     assert first == second
-
-
-def embeddings():
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"), nn.Linear(4, 1))
-    model = nn.parallel.DistributedDataParallel(net)
-    rank = dist.get_rank()
-    model(torch.tensor([[rank, 5, 7 + rank]])).sum().backward()
-    return [p.grad.to_dense().tolist() for p in net.parameters()]
-
-
-def test_torch_s_ddp_with_sparse_gradients():
-    assert on_ranks(embeddings) == on_ranks(embeddings, backend="gloo")
 
 
 @pytest.mark.on_ranks(3)
@@ -183,50 +167,3 @@ def test_slots_are_reused_only_after_all_ranks_have_read_them(slots, stages, pie
             assert turn - at[piece, stage - 1] > ring.lag(stages)
         if stage == 0 and piece >= slots:
             assert turn - at[piece - slots, stages - 1] > 0
-
-
-@pytest.mark.on_ranks(2)
-def test_messages_are_copied_without_the_lock():
-    rank, group = dist.get_rank(), dist.group.WORLD
-    large, store = torch.full((1 << 20,), 3.0), dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.wait(["posted"], timedelta(seconds=30))
-        dist.send(large, 1)
-        dist.send(large, 1)
-        dist.barrier()
-        return
-    copying, go_on, take = threading.Event(), threading.Event(), MessageRing.take
-
-    def slow(ring, head, target):
-        copying.set()
-        assert go_on.wait(30)
-        take(ring, head, target)
-
-    MessageRing.take = slow
-    try:
-        x = torch.zeros(1 << 20)
-        work = dist.irecv(x, 0)
-        store.set("posted", "")
-        assert copying.wait(30)
-        free = _links(group).changed.acquire(timeout=5)
-        if free:
-            _links(group).changed.release()
-        late = threading.Thread(target=late_wait, args=(work, go_on))
-        late.start()
-        late.join()
-        assert free, "the lock is held while a message is copied"
-    finally:
-        go_on.set()
-        MessageRing.take = take
-    for _ in range(2):
-        dist.recv(x.zero_(), 0)
-        assert x.eq(3).all()
-    dist.barrier()
-
-
-def late_wait(work, go_on):
-    """A wait whose time is over while the tensor is written ends when nothing writes to it."""
-    threading.Timer(0.5, go_on.set).start()
-    with pytest.raises(CollectiveTimeoutError):
-        work.wait(timedelta(milliseconds=50))
-    assert go_on.is_set()
