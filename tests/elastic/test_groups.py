@@ -1,9 +1,7 @@
-"""Groups of generations: resources left after a failure, and destruction."""
+"""Groups of generations: their destruction."""
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,25 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.elastic.membership import ports_of
 from gradwire.elastic.runtime import GenerationGroup, form_gloo
-
-
-def test_sockets_that_another_thread_closes_are_passed_over() -> None:
-    """Those of a group are found among all of this process's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            fd, own = connection.fileno(), connection.getsockname()[1]
-            socket.setdefaulttimeout(5)  # would change the process's sockets
-            try:
-                assert ports_of(fd) == (own, port)
-            finally:
-                socket.setdefaulttimeout(None)
-            assert os.get_blocking(fd)
-        assert ports_of(server.fileno()) == ports_of(fd) == ()
-    with open("/proc/self/stat") as file:
-        assert ports_of(file.fileno()) == ()
 
 
 def form_pair(timeout: timedelta) -> list[GenerationGroup]:

@@ -342,29 +342,3 @@ def test_stop_in_a_fork_leaves_the_parents_recorder(tmp_path):
             recorder.stop()
 
     run_ranks(main, world_size=1, backend="shm", timeout=60)
-
-
-def test_raising_signal_handler_does_not_stop_a_dump(tmp_path):
-    """The handler of a data loader raises once for each dead worker."""
-
-    def main():
-        recorder.start(tmp_path)
-        write = black_box.pickle.dumps
-        left = [RuntimeError("DataLoader worker is killed"), KeyError("of another handler")]
-
-        def interrupted(*arguments, **options):
-            if left:
-                raise left.pop()
-            return write(*arguments, **options)
-
-        black_box.pickle.dumps = interrupted
-        try:
-            error = ValueError("the program's")
-            noted.record_error(error, kind="uncaught")
-        finally:
-            black_box.pickle.dumps = write
-            recorder.stop()
-        return [event["message"] for event in load(tmp_path / "rank_0")["gradwire"]["events"]]
-
-    assert run_ranks(main, world_size=1, backend="shm")[0][-1:] == ["the program's"]
-    assert (tmp_path / black_box.REQUEST).exists()

@@ -94,19 +94,6 @@ def test_nothing_is_allocated_if_memory_is_short(monkeypatch: pytest.MonkeyPatch
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_concurrent_allocations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = iter([None, None, MemoryError("the host leaves 0 bytes")])
-
-    def check(size: int) -> None:
-        error = next(left)
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(segment, "check_available", check)
-    with pytest.raises(DistributedError, match="leaves 0 bytes"):
-        segment.create(3 * segment._ALLOCATED_AT_ONCE)
-
-
 @pytest.mark.on_ranks(2)
 def test_a_tensor_that_does_not_fit_is_refused_and_the_group_goes_on():
     """An allocation is one rank's alone: it fails there, and the group goes on."""

@@ -269,22 +269,6 @@ def test_a_sender_that_dies_amid_a_message():
     assert y.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("src", [None, 1])
-@pytest.mark.on_ranks(3)
-def test_messages_that_were_sent_before_leaving_arrive(src):
-    for _ in range(5):
-        group, received = dist.new_group(backend="shm"), []
-        if dist.get_rank() == 0:
-            for _ in range(3 if src else 6):
-                received.append(torch.zeros(40_000))
-                dist.recv(received[-1], src, group)
-            assert all(x.eq(x[0]).all() for x in received)
-            assert sorted(int(x[0]) for x in received) == ([1] * 3 + [2] * 3)[: len(received)]
-        for _ in range(3 if dist.get_rank() else 0):
-            dist.send(torch.full((40_000,), float(dist.get_rank())), 0, group)
-        shm_backend_of(group).shutdown()
-
-
 @pytest.mark.wide
 @pytest.mark.on_ranks(2)
 def test_a_time_limit_that_is_over_amid_a_message():
