@@ -795,6 +795,6 @@ class _ReduceScatter(StatefulHook[dist.ProcessGroup]):
 
     def committed(self) -> None:
         self.holds_gradients = True
-        for bucket, sent, received in self._received:
+        while self._received:  # memory is released bucket by bucket
+            bucket, sent, received = self._received.pop()
             bucket.set_gradients(sent, received)
-        self._received.clear()
