@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -85,17 +84,6 @@ def operations(ops: tuple[Op, ...]) -> Iterator[Op]:
     for op in ops:
         yield op
         yield from operations(op.body)
-
-
-def uses_nothing(plan: Plan) -> bool:
-    """Whether there is a rank that uses no parameter in some step."""
-
-    def used(ops: tuple[Op, ...], at: tuple[int, int]) -> bool:
-        here = [op for op in ops if at not in op.skip and op.kind != "spare"]
-        return any(op.params or used(op.body, at) for op in here)
-
-    every = product(range(plan.ranks), range(len(plan.steps)))
-    return not all(used(plan.ops, at) for at in every)
 
 
 def params_in(ops: tuple[Op, ...]) -> Iterator[Param]:

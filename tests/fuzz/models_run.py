@@ -1,18 +1,17 @@
-"""Runs models, many in one call of the ranks: three copies of each, trained side by side.
+"""Runs models, many in one call of the ranks: two copies of each, trained side by side.
 
 Each step's gradients, outputs, activations and what hooks saw are compared with those of the naive
-copy, whose gradients share memory with nothing. Then all go on from the naive copy's weights.
+copy, whose gradients share memory with nothing. Then both go on from the naive copy's weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,12 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fuzz.containers import plain, wrapped
-from fuzz.models_plan import VIEW, Plan, Step, build, operations, uses_nothing
+from fuzz.models_plan import VIEW, Plan, Step, build, operations
 from fuzz.ranks import results_of_ranks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buckets import assignment, bucket
 
-THEIRS = nn.parallel.DistributedDataParallel
 EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
 Seen = list[tuple[str, "Tensor | None"]]
 
@@ -51,15 +49,14 @@ def number_of(at: tuple[int, int]) -> int:
 
 
 class Side:
-    """A copy of the model under "naive", "torch" or "ours"."""
+    """A copy of the model under "naive" or "ours"."""
 
     def __init__(self, plan: Plan, kind: str, group: Any) -> None:
         self.plan, self.kind, self.group = plan, kind, group
         self.model, self.extra, self.parameters = build(plan)
         self.boxed = plan.containers if kind == "ours" else None
         module = self.model if self.boxed is None else Boxed(self.model, self.boxed)
-        wraps = {"torch": self._wrap_theirs, "ours": self._wrap_ours}
-        self.net = wraps[kind](module) if kind in wraps else module
+        self.net = self._wrapped(module) if kind == "ours" else module
         self.named = _Named(self.parameters)
         self.scale: dict[str, float] = {}
         self.touched: set[str] = set()
@@ -70,18 +67,7 @@ class Side:
         if plan.flat_grads:
             self._make_flat()
 
-    def _wrap_theirs(self, module: nn.Module) -> nn.Module:
-        known = inspect.signature(THEIRS.__init__).parameters
-        options = {k: v for k, v in self.plan.options.items() if k in known}
-        net = THEIRS(module, process_group=self.group, **options)
-        if self.plan.hook is not None:  # it refuses bf16 on Gloo, and drops imaginary parts
-            real = not any(p.is_complex() for p in module.parameters())
-            fp16 = self.plan.hook == "fp16" and real
-            hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
-            net.register_comm_hook(self.group, hook)
-        return net
-
-    def _wrap_ours(self, module: nn.Module) -> nn.Module:
+    def _wrapped(self, module: nn.Module) -> nn.Module:
         net = DistributedDataParallel(module, process_group=self.group, **self.plan.options)
         theirs = {
             "torch_allreduce": default_hooks.allreduce_hook,
@@ -282,36 +268,9 @@ LR = 0.01
 LIMIT = 180  # seconds
 
 
-@dataclass
-class Outcome:
-    """Where ours or PyTorch's is not as the naive average; `invalid` if the naive run fails."""
-
-    problems: list[str] = field(default_factory=list)
-    torch: list[str] = field(default_factory=list)
-    invalid: str = ""
-
-
-def suits_torch(plan: Plan) -> bool:
-    """Whether PyTorch's class can be run: it ends in a hang or crash where ranks use other parts.
-
-    With find_unused_parameters it refuses reentrant checkpoints, and parameters that only the loss
-    uses, on the ranks that have them; a rank that uses none at all sends nothing. Without it,
-    parameters that are frozen later get no gradient.
-    """
-    kinds = {op.kind for op in operations(plan.ops)}
-    if any(step.frozen for step in plan.steps):
-        return False
-    return not plan.options.get("find_unused_parameters") or not (
-        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
-    )
-
-
 class _Case:
-    def __init__(self, plan: Plan, control: dist.ProcessGroup, theirs: dist.ProcessGroup) -> None:
-        self.plan, self.control, self.theirs = plan, control, theirs
-        self.kinds = ["naive", "ours", *(["torch"] if suits_torch(plan) else [])]
-        self.outcome = Outcome()
-        self.broken = False
+    def __init__(self, plan: Plan, control: dist.ProcessGroup) -> None:
+        self.plan, self.control = plan, control
 
     def agreed(self, problem: str) -> str:
         """The first problem that any rank has."""
@@ -319,92 +278,68 @@ class _Case:
         dist.all_gather_object(problems, problem, group=self.control)
         return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
 
-    def attempt(self, what: object, kind: str) -> tuple[object, str]:
+    def attempt(self, what: Callable[[], Any], kind: str) -> tuple[Any, str]:
         """The result, or the error of whichever rank had one."""
         result, problem = None, ""
         try:
-            result = what()  # type: ignore[operator]
+            result = what()
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"{kind}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         return result, self.agreed(problem)
 
-    def run(self) -> Outcome:
-        """All steps, or those until something is wrong."""
+    def run(self) -> str:
+        """Run the steps; return what is wrong, or "invalid: ..." if the naive run fails."""
         with contextlib.ExitStack() as made:
-            return self._run(made)
-
-    def _run(self, made: contextlib.ExitStack) -> Outcome:
-        sides: dict[str, Side] = {}
-        for kind in self.kinds:
-            group = {"ours": dist.group.WORLD, "torch": self.theirs}.get(kind, self.control)
-            side, problem = self.attempt(lambda k=kind, g=group: Side(self.plan, k, g), kind)
-            if not problem:
-                assert isinstance(side, Side)
-                sides[kind] = side
+            sides = []
+            for kind, group in (("naive", self.control), ("ours", dist.group.WORLD)):
+                side, problem = self.attempt(partial(Side, self.plan, kind, group), kind)
+                if problem:
+                    return f"invalid: {problem}" if kind == "naive" else problem
+                sides.append(side)
                 made.callback(side.close)
-            elif self.note(kind, problem):
-                return self.outcome
+            return self._run(*sides)
+
+    def _run(self, naive: Side, ours: Side) -> str:
         generator = torch.Generator().manual_seed(self.plan.seed * 16 + dist.get_rank())
         for number, step in enumerate(self.plan.steps):
             batches = [torch.randn(16, generator=generator) for _ in range(step.local + 2)]
-            if self.step(sides, number, step, batches):
-                break
-            self.optimize(sides)
-        for kind, side in sides.items():
-            if changed := self.agreed(", ".join(side.changed())):
-                self.note(kind, changed)
-        return self.outcome
+            if problem := self.step(naive, ours, number, step, batches):
+                return problem
+            self.optimize(naive, ours)
+        return self.agreed(", ".join(naive.changed() + ours.changed()))
 
-    def step(self, sides: dict[str, Side], number: int, step: object, batches: object) -> bool:
-        """A step of all sides; whether to stop."""
-        seen, found = {}, {}
-        for kind, side in sides.items():
-            seen[kind], problem = self.attempt(lambda s=side: s.step(number, step, batches), kind)
-            if kind != "naive" and not problem:
-                off = differences(self.plan, seen["naive"], seen[kind], sides["naive"].scale)
-                problem = self.agreed(f"step {number}: {'; '.join(off)}" if off else "")
-            if problem:
-                found[kind] = problem
-                if kind == "naive":
-                    break
-        refused = "got a gradient twice in one backward" in found.get("ours", "")
-        if refused and ("torch" not in sides or "torch: " in found.get("torch", "")):
-            # parameters in several reentrant checkpoints
-            found = {"naive": f"both refuse: {found['ours'][:60]}"}
-        for kind, problem in found.items():
-            del sides[kind]
-            if self.note(kind, problem):
-                return True
-        return (
-            "ours" in sides and self.plan.hook is None and self.ranks_differ(sides["ours"], number)
-        )
+    def step(self, naive: Side, ours: Side, number: int, step: Step, batches: list[Tensor]) -> str:
+        """A step of both sides; return what is wrong."""
+        wanted, problem = self.attempt(lambda: naive.step(number, step, batches), "naive")
+        if problem:
+            return f"invalid: {problem}"
+        seen, problem = self.attempt(lambda: ours.step(number, step, batches), "ours")
+        if "got a gradient twice in one backward" in problem and "reentrant" in self.kinds():
+            return f"invalid: PyTorch's class refuses it, too: {problem}"
+        if not problem:
+            off = differences(self.plan, wanted, seen, naive.scale)
+            problem = self.agreed(f"step {number}: {'; '.join(off)}" if off else "")
+        if not problem and self.plan.hook is None and self.ranks_differ(ours):
+            problem = f"step {number}: the ranks' gradients differ"
+        return problem
 
-    def ranks_differ(self, side: Side, number: int) -> bool:
+    def kinds(self) -> set[str]:
+        return {op.kind for op in operations(self.plan.ops)}
+
+    def ranks_differ(self, side: Side) -> bool:
         """Whether gradients are not the same, to the bit, on all ranks."""
         digest = torch.tensor([side.digest(), -side.digest()])
         dist.all_reduce(digest, op=dist.ReduceOp.MAX, group=self.control)
-        differ = bool(digest.sum())
-        return differ and self.note("ours", f"step {number}: the ranks' gradients differ")
+        return bool(digest.sum())
 
-    def note(self, kind: str, problem: str) -> bool:
-        if kind == "naive":
-            self.outcome.invalid = problem
-        elif kind == "torch":
-            self.outcome.torch.append(problem)
-        else:
-            self.outcome.problems.append(problem)
-        return kind != "torch"
-
-    def optimize(self, sides: dict[str, Side]) -> None:
+    def optimize(self, naive: Side, ours: Side) -> None:
         with torch.no_grad():
-            for name, p in sides["naive"].parameters.items():
+            for name, p in naive.parameters.items():
                 if p.grad is not None:
                     size = max(1.0, p.grad.to_dense().abs().max().item())
                     p -= LR / size * p.grad.to_dense()
-                for side in sides.values():
-                    if side.parameters[name] is not p:
-                        side.parameters[name].copy_(p)
+                ours.parameters[name].copy_(p)
 
 
 @contextlib.contextmanager
@@ -421,25 +356,20 @@ def _as_if_large(seed: int) -> Iterator[None]:
         yield
 
 
-def _on_ranks(plans: Sequence[Plan]) -> Iterator[Outcome]:
+def _on_ranks(plans: Sequence[Plan]) -> Iterator[str]:
     """Run plans up to one that leaves groups in doubt."""
-    control, theirs = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    control = dist.new_group(backend="gloo")
     if plans[0].device != "cpu":  # else copies of a model have different gradients on one rank
         torch.use_deterministic_algorithms(True, warn_only=True)
     for plan in plans:
         with _as_if_large(plan.seed):
-            outcome = _Case(plan, control, theirs).run()
-        yield outcome
-        raised = any("torch: " in problem for problem in outcome.torch)
-        if outcome.problems or raised or outcome.invalid:
+            problem = _Case(plan, control).run()
+        yield problem
+        if problem:
             return
 
 
 def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
     """What is wrong with the first plans, up to one after which ranks have to be restarted."""
-    outcomes, ended = results_of_ranks(_on_ranks, plans, backend, LIMIT)
-    problems = [
-        "\n".join(found.problems) or (found.invalid and f"invalid: {found.invalid}")
-        for found, *_ in outcomes
-    ]
-    return problems + ended
+    problems, ended = results_of_ranks(_on_ranks, plans, backend, LIMIT)
+    return [problem for problem, *_ in problems] + ended
