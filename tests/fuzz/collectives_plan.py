@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -150,29 +150,3 @@ class _Maker:
 
 def make_plan(rng: random.Random, worlds: Sequence[int] = (2, 2, 3, 3, 4)) -> Plan:
     return _Maker(rng, worlds).plan()
-
-
-def shown(plan: Plan) -> str:
-    lines = [f"# {plan.ranks} ranks; checks={plan.checks}, seed {plan.seed}"]
-    for i, leaf in enumerate(plan.leaves):
-        shapes = leaf.shapes[0] if len({*leaf.shapes}) == 1 else f"by rank: {[*leaf.shapes]}"
-        wanted = "" if all(leaf.wanted) else f", requires_grad by rank: {[*leaf.wanted]}"
-        lines.append(f"v{i} = {leaf.dtype} of shape {shapes}{wanted}")
-    lines += [line for step in plan.steps for line in _lines(step)]
-    kinds = {s.number: s.losses for s in plan.steps if s.losses}
-    lines.append("loss: " + ", ".join(f"v{n} ({' '.join(kind)})" for n, kind in kinds.items()))
-    by = "torch.autograd.grad" if plan.by_grad else "backward"
-    lines.append(f"gradients by {by}{', twice' if plan.twice else ''}")
-    return "\n".join(lines)
-
-
-def _lines(step: Step) -> Iterator[str]:
-    shapes = step.shapes[0] if len({*step.shapes}) == 1 else f"by rank: {[*step.shapes]}"
-    layouts = step.layouts[0] if len({*step.layouts}) == 1 else f"by rank: {[*step.layouts]}"
-    args = "".join(f", {name}={value!r}" for name, value in step.args.items())
-    group = f", group={[*step.members]}" if step.members else ""
-    start = ", async_op=True" * step.asynchronous
-    yield f"x = v{step.given} as {step.dtype} of shape {shapes}, layout {layouts}"
-    late = "  # waited for where it is used" * step.late
-    inside = f"  # in a checkpoint ({step.checkpoint})" if step.checkpoint else ""
-    yield f"v{step.number} = {step.post}({step.op}(x{args}{group}{start})){late}{inside}"

@@ -1,7 +1,8 @@
 """Random programs with wrappers in several groups of one process, checked against plain modules.
 
-Each rank runs the forwards of its wrappers in an order of its own, and one backward for all of
-them. The reference averages the gradients of unwrapped copies over the wrapper's group.
+Each rank runs the forwards of its wrappers in an order of its own, one behind the other or beside
+it, and one backward for all of them, once or twice; some are frozen, as in a GAN. The reference
+averages the gradients of unwrapped copies over the wrapper's group.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ class Wrapper:
     find_unused: bool
     hook: str
     sparse: bool
-    small_buckets: bool
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ def make_plan(rng: random.Random) -> GroupsPlan:
             find_unused=rng.randrange(100) < 50,
             hook=rng.choice(["", "", "one", "chain"]),
             sparse=rng.randrange(100) < 15,
-            small_buckets=rng.randrange(100) < 50,
+            options={
+                "bucket_cap_mb": rng.choice([None, 1e-6]),
+                "gradient_as_bucket_view": rng.randrange(100) < 30,
+            },
         )
         for place in places
     )
@@ -122,28 +127,30 @@ def run_plan(plan: GroupsPlan) -> list[str]:
     nets: dict[int, DistributedDataParallel] = {}
     for i in mine:
         w = plan.wrappers[i]
-        cap = 1e-6 if w.small_buckets else None
-        nets[i] = DistributedDataParallel(
-            modules[i],
-            process_group=made[w.group],
-            bucket_cap_mb=cap,
-            find_unused_parameters=w.find_unused,
-        )
+        options = {"find_unused_parameters": w.find_unused, **w.options}
+        nets[i] = DistributedDataParallel(modules[i], process_group=made[w.group], **options)
         if w.hook and not w.sparse:
             nets[i].register_comm_hook(made[w.group], HOOKS[w.hook])
     wrong = []
     for step in range(plan.steps):
-        rng = random.Random(f"{plan.seed} {step} {rank}")
+        rng, everyones = (random.Random(f"{plan.seed} {step} {r}") for r in (rank, "all"))
+        chained, again = everyones.randrange(100) < 40, everyones.randrange(100) < 20
+        frozen = {i for i in range(len(plan.wrappers)) if everyones.randrange(100) < 25}
         # wrappers of one group in one order on all of its ranks, as their messages share it
         own = rng.sample(mine, len(mine))
         order = ordered_by_group(own, [w.group for w in plan.wrappers])
         inputs = {i: one_input(plan.wrappers[i], rng) for i in order}
         for by in (nets, twins):
-            for module in by.values():
+            for i, module in by.items():
                 module.zero_grad()
-            losses = [by[i](*inputs[i]).square().mean() for i in order]
-            if losses:
-                torch.stack(losses).sum().backward()
+                module.requires_grad_(i not in frozen)
+            losses, y = [], None
+            for i in order:
+                x, index, whole = inputs[i]
+                y = by[i](x if y is None or not chained else y, index, whole)
+                losses.append(y.square().mean())
+            for last in (False, True)[not again :] if losses else ():
+                torch.stack(losses).sum().backward(retain_graph=not last)
         for i in mine:
             average(twins[i], made[plan.wrappers[i].group])
             wrong += [f"step {step}, wrapper {i}: {n}" for n in differing(nets[i], twins[i])]
@@ -151,7 +158,7 @@ def run_plan(plan: GroupsPlan) -> list[str]:
 
 
 def one_input(wrapper: Wrapper, rng: random.Random) -> tuple[Tensor, int, bool]:
-    x = torch.full((2, WIDTH), rng.random(), dtype=torch.float64)
+    x = torch.full((2, WIDTH), rng.random(), dtype=torch.float64, requires_grad=True)
     return x, rng.randrange(3), not wrapper.find_unused or rng.randrange(100) < 50
 
 

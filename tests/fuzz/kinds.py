@@ -48,8 +48,6 @@ KINDS = {
     "programs": Kind(programs.make_plan, programs.run_batch),
     "routes": Kind(routes.make_plan, routes.run_batch),
     "groups": Kind(groups.make_plan, groups.run_batch),
-    "collectives": Kind(
-        collectives_plan.make_plan, collectives_run.run_batch, collectives_plan.shown
-    ),
+    "collectives": Kind(collectives_plan.make_plan, collectives_run.run_batch),
     "local-sgd": Kind(local_sgd.make_plan, local_sgd.run_batch),
 }

@@ -1,8 +1,9 @@
 """Random programs around the wrapper, held against one process that computes every rank's part.
 
 A program mixes plain steps with transforms of torch.func, evaluation on one rank, edits of buffers
-and batches that all ranks leave out. The model has parameters of subclasses of Tensor, batch norms
-over one rank or all, and containers of any class around inputs and outputs.
+and batches that all ranks leave out. The model has parameters of subclasses of Tensor and a batch
+norm. Containers around inputs and outputs are drawn in `models`, collectives within the model in
+`routes`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.testing._internal.subclasses import WrapperSubclass
 
-from fuzz.containers import plain, wrapped
 from fuzz.ranks import results_of_ranks
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
-from gradwire.hooks import GradBucket, with_buffer
+from gradwire.ddp import DistributedDataParallel
+from gradwire.hooks import GradBucket
 from gradwire.hooks.bucket import as_real
 from gradwire.hooks.interface import after, chain
 
@@ -89,8 +89,6 @@ class Program:
     subclass: str = "plain"
     norm: str = "none"
     hook: str | None = None
-    changes: tuple[str, ...] = ()
-    containers: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     actions: tuple[Action, ...] = ()
 
@@ -113,19 +111,15 @@ def make_plan(rng: random.Random) -> Program:
         dtype=rng.choice(["float64", "float64", "float32", "float32", "bfloat16"]),
         default_dtype=rng.choice(["float32", "float64", "bfloat16"]),
         subclass=rng.choice(["plain", "named", "wrapper"]),
-        norm=rng.choice(["none", "none", "batch", "sync"]),
+        norm=rng.choice(["none", "batch"]),
         hook=rng.choice([None, None, None, *HOOKS]),
-        changes=tuple(c for c in ("before", "after") if rng.randrange(100) < 25),
-        containers=rng.randrange(10**6) if rng.randrange(100) < 50 else None,
         options=options,
     )
     if program.dtype == "bfloat16":  # a rounding more or less would show
-        program = replace(program, norm="none", hook=None, changes=())
-    if program.norm == "sync":  # the reference has the sum of its gradients, and no rank's part
-        program = replace(program, changes=tuple(c for c in program.changes if c != "before"))
+        program = replace(program, norm="none", hook=None)
     actions = [draw_action(rng, program) for _ in range(rng.randint(3, 9))]
     reduced = [a for a in actions if a.kind == "step" or (a.kind == "skip" and a.rank is None)]
-    if (program.hook or program.changes) and not (reduced and reduced[0].weights):
+    if program.hook and not (reduced and reduced[0].weights):
         # a hook sums no weights later if it did not so in its first backward
         actions = [replace(action, weights=None) for action in actions]
     return replace(program, actions=(*actions, Action("step")))
@@ -142,8 +136,7 @@ def draw_action(rng: random.Random, program: Program) -> Action:
     if kind == "evaluate":
         if program.options["sync_buffers_in_eval"] and program.options["broadcast_buffers"]:
             alone = None
-        modes = ["eval", "inference"] + ["train"] * (program.norm != "sync")
-        return Action(kind, rng.choice(modes), alone)
+        return Action(kind, rng.choice(["eval", "inference", "train"]), alone)
     if kind == "edit":
         return Action(kind, rng.choice(EDITS))
     if kind == "skip":
@@ -151,13 +144,13 @@ def draw_action(rng: random.Random, program: Program) -> Action:
     local = rng.choice([0, 0, 0, 1, 2])
     zero = rng.choice(["none", "none", "none", "zeros", "keep"])
     weights = None
-    if program.dtype != "bfloat16" and program.norm != "sync" and rng.randrange(100) < 35:
+    if program.dtype != "bfloat16" and rng.randrange(100) < 35:
         scale = rng.choice([1, 1, 1000])
         drawn = [
             [rng.randint(0, 4) * scale for _ in range(local + 1)] for _ in range(program.ranks)
         ]
         weights = tuple(map(tuple, drawn))
-    if (weights is not None or program.changes) and zero == "keep":
+    if weights is not None and zero == "keep":
         zero = "none"
     forms = ["", "", "", "two"]
     if program.norm == "none" and program.dtype != "bfloat16":
@@ -169,7 +162,7 @@ def draw_action(rng: random.Random, program: Program) -> Action:
 class Net(nn.Module):
     """Layers with buffers that may be missing, and one layer that may be left out."""
 
-    def __init__(self, program: Program, *, norm: type[nn.Module]) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         dtype = getattr(torch, program.dtype)
         generator = torch.Generator().manual_seed(program.seed)
@@ -182,45 +175,24 @@ class Net(nn.Module):
         with torch.no_grad():
             for p in (*self.second.parameters(), *self.third.parameters()):
                 p.copy_(drawn(*p.shape))
-        self.norm = nn.Identity() if program.norm == "none" else norm(WIDTH, dtype=dtype)
+        norm = nn.Identity if program.norm == "none" else nn.BatchNorm1d
+        self.norm = norm(WIDTH, dtype=dtype)
         self.register_buffer("gain", torch.full((WIDTH,), 1.5, dtype=dtype))
         self.register_buffer("shift", torch.full((WIDTH,), 0.25, dtype=dtype))
 
-    def before_norm(self, x: Tensor) -> Tensor:
-        return x @ self.first
-
-    def after_norm(self, h: Tensor, whole: bool) -> Tensor:
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        single = x.dim() == 1
+        h = self.norm((x.unsqueeze(0) if single else x) @ self.first)
         for name in ("gain", "shift"):
             buffer = self._buffers.get(name)
             if buffer is not None:
                 h = torch.tanh(h) * buffer if name == "gain" else h + buffer
-        return self.third(torch.tanh(self.second(h)) if whole else h)
-
-    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
-        single = x.dim() == 1
-        h = self.norm(self.before_norm(x.unsqueeze(0) if single else x))
-        out = self.after_norm(h, whole)
+        out = self.third(torch.tanh(self.second(h)) if whole else h)
         return out[0] if single else out
-
-
-class Boxed(nn.Module):
-    """A model whose inputs and outputs are in containers."""
-
-    def __init__(self, net: Net, seed: int) -> None:
-        super().__init__()
-        self.net, self.seed = net, seed
-
-    def forward(self, value: Any, whole: bool = True) -> Any:
-        x = plain(value)["x"]
-        return wrapped({"out": self.net(x, whole), "given": [x, 3]}, self.seed + 1, int(whole))
 
 
 def penalty(call: Any, x: Tensor) -> Tensor:
     return grad(lambda v: call(v).sin().sum())(x).square().mean()
-
-
-def transformed(call: Any, net: Net, name: str, x: Tensor) -> Any:
-    return TRANSFORMS[name](lambda v: call(v).sin().sum(), call, x)
 
 
 TRANSFORMS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
@@ -239,11 +211,11 @@ TRANSFORMS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
 """The last ones take parameters; see `of_parameters`."""
 
 
-def of_parameters(module: nn.Module, call: Any, name: str, x: Tensor) -> Any:
+def of_parameters(module: nn.Module, name: str, x: Tensor) -> Any:
     own = {n: p.detach() for n, p in module.named_parameters()}
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return call(x, lambda *args: functional_call(module, parameters, args)).square().sum()
+        return functional_call(module, parameters, (x,)).square().sum()
 
     if name == "functional_call":
         with torch.no_grad():
@@ -258,18 +230,11 @@ class Trainer:
 
     def __init__(self, program: Program) -> None:
         self.program, self.rank = program, dist.get_rank()
-        self.net = Net(program, norm=SyncBatchNorm if program.norm == "sync" else nn.BatchNorm1d)
-        boxed = program.containers is not None
-        inner = Boxed(self.net, program.containers or 0) if boxed else self.net
-        self.ddp = DistributedDataParallel(inner, **program.options)
-        hook = None if program.hook is None else HOOKS[program.hook]
-        if program.changes:
-            changes = {change: CHANGES[change] for change in program.changes}
-            hook = hooks.wrap(hook or hooks.all_reduce, **changes)
-        if hook is not None:
-            self.ddp.register_comm_hook(None, hook)
-        base = replace(program, subclass="plain")
-        self.twins = [Net(base, norm=nn.BatchNorm1d) for _ in range(program.ranks)]
+        self.net = Net(program)
+        self.ddp = DistributedDataParallel(self.net, **program.options)
+        if program.hook is not None:
+            self.ddp.register_comm_hook(None, HOOKS[program.hook])
+        self.twins = [Net(replace(program, subclass="plain")) for _ in range(program.ranks)]
         self.generator = torch.Generator().manual_seed(program.seed)
         self.synced_next, self.count = True, 0
         self.size = 0.0  # of what the next value to compare was computed from
@@ -290,13 +255,6 @@ class Trainer:
         )
         return list(drawn.to(dtype))
 
-    def call(self, x: Tensor, function: Any = None, whole: bool = True) -> Tensor:
-        function = self.ddp if function is None else function
-        if self.program.containers is None:
-            return function(x, whole)
-        value = wrapped({"x": x, "more": [1, 2]}, self.program.containers, self.rank)
-        return plain(function(value, whole))["out"]
-
     # ---- the reference
 
     def sync_buffers(self) -> None:
@@ -316,18 +274,8 @@ class Trainer:
             self.synced_next = syncing
 
     def reference(self, xs: list[Tensor], unused: tuple[int, ...]) -> list[Tensor]:
-        own = [t.before_norm(x) for t, x in zip(self.twins, xs, strict=True)]
-        if self.program.norm == "sync":
-            parts = self.twins[0].norm(torch.cat(own)).split(BATCH)
-            for twin in self.twins[1:]:
-                for name, buffer in self.twins[0].norm.named_buffers():
-                    twin.norm._buffers[name] = buffer.clone()
-        else:
-            parts = [t.norm(h) for t, h in zip(self.twins, own, strict=True)]
-        return [
-            t.after_norm(h, r not in unused)
-            for r, (t, h) in enumerate(zip(self.twins, parts, strict=True))
-        ]
+        pairs = zip(self.twins, xs, strict=True)
+        return [twin(x, rank not in unused) for rank, (twin, x) in enumerate(pairs)]
 
     # ---- actions
 
@@ -351,7 +299,7 @@ class Trainer:
         whole = self.rank not in action.unused
         if action.what in ("penalty", "both"):
             xs = self.batches()
-            losses.append(penalty(lambda x: self.call(x, whole=whole), xs[self.rank]))
+            losses.append(penalty(lambda x: self.ddp(x, whole), xs[self.rank]))
             of_twins = enumerate(zip(self.twins, xs, strict=True))
             one = lambda r, t, x: penalty(lambda v: t(v, r not in action.unused), x)  # noqa: E731
             expected.append([one(r, t, x) for r, (t, x) in of_twins])
@@ -360,7 +308,7 @@ class Trainer:
             xs = self.batches()
             self.expect_forward(syncing=syncing)
             outs = self.reference(xs, action.unused)
-            out = self.call(xs[self.rank], whole=whole)
+            out = self.ddp(xs[self.rank], whole)
             self.compare("output", out, outs[self.rank])
             losses.append(out.square().mean())
             expected.append([o.square().mean() for o in outs])
@@ -392,8 +340,8 @@ class Trainer:
 
     def apply_transform(self, module: nn.Module, name: str, x: Tensor) -> Any:
         if name.startswith("functional"):
-            return of_parameters(module, self.call, name, x)
-        return transformed(lambda v: self.call(v, module), self.net, name, x)
+            return of_parameters(module, name, x)
+        return TRANSFORMS[name](lambda v: module(v).sin().sum(), module, x)
 
     def evaluate(self, action: Action) -> None:
         """A forward without gradients, on one rank or all."""
@@ -409,7 +357,7 @@ class Trainer:
                     want = twin(xs[rank])
                 if rank == self.rank:
                     with mode():
-                        self.compare("evaluation", self.call(xs[rank]), want)
+                        self.compare("evaluation", self.ddp(xs[rank]), want)
         for module in (self.ddp, *self.twins):
             module.train()
 
@@ -429,7 +377,7 @@ class Trainer:
         xs, losses = self.batches(), []
         self.expect_forward(syncing=True)
         outs = self.reference(xs, action.unused)
-        out = self.call(xs[self.rank], whole=self.rank not in action.unused)
+        out = self.ddp(xs[self.rank], self.rank not in action.unused)
         self.compare("output", out, outs[self.rank])
         if self.ddp.skip_if_any(action.rank == self.rank) != (action.rank is not None):
             self.wrong.append("skip_if_any is not what any rank asked for")
@@ -459,14 +407,8 @@ class Trainer:
         total = 1.0 if action.weights is None else sum(map(sum, action.weights)) / size
         parts = [torch.zeros_like(own[0]) if g is None else g for g in grads]
         parts = [part.double() / total if total else torch.zeros_like(part) for part in parts]
-        name = [n for n, _ in self.twins[0].named_parameters()][index]
-        if "before" in self.program.changes:
-            parts = [part.clamp(-0.05, 0.05) for part in parts]
         self.size = max(part.abs().max().item() for part in parts)
-        mean = sum(parts) / size
-        if "after" in self.program.changes and name.endswith("third.bias"):
-            mean = mean * 2
-        return mean
+        return sum(parts) / size
 
     def check_gradients(self, action: Action) -> None:
         """Compare gradients with the mean over ranks, and give the twins the mean."""
@@ -513,22 +455,6 @@ class Trainer:
             self.wrong.append(f"buffers {sorted(own)} for {sorted(want)}")
         for name in own.keys() & want.keys():
             self.compare(f"buffer {name}", own[name], want[name])
-
-
-def clamp(bucket: GradBucket) -> None:
-    for gradient in bucket.gradients():
-        gradient.clamp_(-0.05, 0.05)
-
-
-def double_one(reduced: Tensor, bucket: GradBucket) -> Tensor:
-    result = with_buffer(bucket, reduced)
-    for name, gradient in zip(result.names(), result.gradients(), strict=True):
-        if name.endswith("third.bias"):
-            gradient.mul_(2)
-    return reduced
-
-
-CHANGES: dict[str, Any] = {"before": clamp, "after": double_one}
 
 
 def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: bool) -> None:

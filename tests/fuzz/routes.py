@@ -8,12 +8,10 @@ a generator, which yields what ranks exchange.
 from __future__ import annotations
 
 import copy
-import os
 import random
-import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,12 +23,12 @@ from torch.func import functional_call
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from fuzz.ranks import results_of_ranks
 from gradwire.collectives import all_gather, all_reduce
 from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
 from gradwire.errors import GradwireError
-from gradwire.testing import run_ranks
 
-WIDTH, TIMEOUT = 4, 30.0
+WIDTH = 4
 Exchange = tuple[str, Tensor]
 
 
@@ -555,33 +553,23 @@ def raises(p: Tensor) -> None:
     raise ArithmeticError("trap")
 
 
-def run_on_rank(plans: Sequence[Plan], path: str) -> None:
-    """Run programs; raise at the first one that fails. A byte in a file is one that has ended."""
+def _on_ranks(plans: Sequence[Plan]) -> Iterator[None]:
+    """Run programs, up to one after which the group cannot be used any more."""
     control = dist.new_group(backend="gloo")
-    with open(f"{path}/{dist.get_rank()}", "wb", buffering=0) as file:
-        for plan in plans:
-            torch.set_default_dtype(getattr(torch, plan.default_dtype))
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    in_step = Trainer(plan, control).run()
-            finally:
-                torch.set_default_dtype(torch.float32)
-            file.write(b".")
-            if not in_step:
-                return
+    for plan in plans:
+        torch.set_default_dtype(getattr(torch, plan.default_dtype))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                in_step = Trainer(plan, control).run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield
+        if not in_step:
+            return
 
 
 def run_batch(plans: Sequence[Plan], backend: str) -> list[str]:
     """What is wrong with the first programs, up to one that fails."""
-    limit = TIMEOUT + 2.0 * len(plans)
-    problem: list[str] = []
-    with tempfile.TemporaryDirectory() as path:
-        try:
-            run_ranks(
-                run_on_rank, plans[0].ranks, backend=backend, timeout=limit, args=(plans, path)
-            )
-        except Exception as error:
-            problem = [f"{type(error).__name__}: {error}"]
-        ended = min(os.path.getsize(f"{path}/{rank}") for rank in range(plans[0].ranks))
-    return [""] * ended + problem
+    found, ended = results_of_ranks(_on_ranks, plans, backend)
+    return [""] * len(found) + ended
