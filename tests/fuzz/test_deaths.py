@@ -6,13 +6,14 @@ import os
 import random
 import signal
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import collectives, hooks
+from gradwire import collectives
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerLostError
 from gradwire.local_sgd import LocalSGD
@@ -31,52 +32,32 @@ def inputs():
     return torch.randn(4, 4)
 
 
-def wrapped(**options):
-    return DistributedDataParallel(model(), bucket_cap_mb=1e-4, **options)
+def once(net):
+    net(inputs()).sum().backward()
 
 
-def plain():
-    net = wrapped()
-
-    def step():
-        with net.no_sync():
-            net(inputs()).sum().backward()
-        net(inputs()).sum().backward()
-
-    return step
+def accumulated(net):
+    with net.no_sync():
+        once(net)
+    once(net)
 
 
-def unused():
-    net = wrapped(find_unused_parameters=True)
-    return lambda: net(inputs()).sum().backward()
+def evaluated(net):
+    once(net)
+    with torch.no_grad():
+        net(inputs())
 
 
-def evaluation():
-    net = wrapped()
-
-    def step():
-        net(inputs()).sum().backward()
-        with torch.no_grad():
-            net(inputs())
-
-    return step
+def uneven(net):
+    with net.join():
+        for _ in range(1 + dist.get_rank()):
+            once(net)
 
 
-def uneven():
-    net = wrapped()
-
-    def step():
-        with net.join():
-            for _ in range(1 + dist.get_rank()):
-                net(inputs()).sum().backward()
-
-    return step
-
-
-def with_hook(name):
-    net = wrapped()
-    net.register_comm_hook(None, hooks.get_hook(name))
-    return lambda: net(inputs()).sum().backward()
+def ddp(step, hook=None, **options):
+    net = DistributedDataParallel(model(), bucket_cap_mb=1e-4, **options)
+    net.register_comm_hook(None, hook)
+    return partial(step, net)
 
 
 def local_sgd(hook=None):
@@ -104,14 +85,14 @@ def differentiable():
 
 
 PROGRAMS = {
-    "plain": plain,
-    "unused": unused,
-    "evaluation": evaluation,
-    "uneven": uneven,
-    "all_reduce": lambda: with_hook("all_reduce"),
-    "int8": lambda: with_hook("int8"),
+    "plain": partial(ddp, accumulated),
+    "unused": partial(ddp, once, find_unused_parameters=True),
+    "evaluation": partial(ddp, evaluated),
+    "uneven": partial(ddp, uneven),
+    "all_reduce": partial(ddp, once, "all_reduce"),
+    "int8": partial(ddp, once, "int8"),
     "local_sgd": local_sgd,
-    "local_sgd, int4": lambda: local_sgd("int4"),
+    "local_sgd, int4": partial(local_sgd, "int4"),
     "differentiable": differentiable,
 }
 

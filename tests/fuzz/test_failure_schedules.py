@@ -1,8 +1,7 @@
 """Random schedules of failures: no hang, no wrong gradient, no step that only some ranks took.
 
 Ranks train on as a script would that catches errors; each step that is taken is held against the
-mean of what each rank computes alone. `python tests/fuzz/test_failure_schedules.py SEED [BACKEND]`
-runs the schedule of a seed again and prints it.
+mean of what each rank computes alone. A test that fails prints its schedules.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import copy
 import os
 import random
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 
@@ -341,11 +339,3 @@ def test_more_schedules(backend, ranks):
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_more_deaths(backend, seed):
     run_death(seed, 2 + seed % 2, backend, timeout=60)
-
-
-if __name__ == "__main__":
-    seeds, backends = [int(sys.argv[1])], sys.argv[2:] or ["gloo", "shm"]
-    for one in backends:
-        for size in (2, 3):
-            run_and_check(seeds, size, one, timeout=60)
-            print(f"{one}, {size} ranks: as it must be")
