@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -512,94 +511,6 @@ def test_distributed_checkpoints_move_between_numbers_of_ranks(kind, reduce_scat
         for own, own_state in run_ranks(load, ranks, args=(True,)):
             assert all(map(torch.equal, own, parameters))
             assert_same_state(own_state, state)
-
-
-class Block(nn.Module):
-    """Causal attention and an MLP, each added to its input."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.attention = nn.Linear(width, 3 * width, bias=False)
-        self.projection = nn.Linear(width, width, bias=False)
-        wide = nn.Linear(width, 4 * width, bias=False)
-        self.mlp = nn.Sequential(wide, nn.GELU(), nn.Linear(4 * width, width, bias=False))
-
-    def forward(self, x):
-        parts = self.attention(self.norms[0](x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.projection(y)
-        return x + self.mlp(self.norms[1](x))
-
-
-class GPT(nn.Module):
-    """Character model whose embedding is also its last layer, as in nanoGPT."""
-
-    def __init__(self, characters, width=32, length=16, layers=2, heads=4):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(characters, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, characters, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens, targets):
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize("reduce_scatter", [False, True])
-@pytest.mark.parametrize("muon", [False, True])
-def test_a_small_gpt_has_the_losses_of_the_plain_optimizers(muon, reduce_scatter):
-    text = "to be or not to be, that is the question: whether 'tis nobler in the mind to suffer "
-
-    def losses(sharded):
-        torch.manual_seed(0)
-        data = torch.tensor([sorted({*text}).index(c) for c in text * 4])
-        net = DistributedDataParallel(GPT(len({*text})))
-        matrices = [p for p in net.module.blocks.parameters() if p.dim() == 2]
-        rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
-        if muon:
-            specified = [(torch.optim.Muon, matrices, {"lr": 0.02})]
-        else:
-            rest, specified = [*matrices, *rest], []
-        decayed, others = ([p for p in rest if (p.dim() > 1) is d] for d in (True, False))
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        specified.append((torch.optim.AdamW, groups, {"lr": 0.01, "betas": (0.9, 0.95)}))
-        if sharded:
-            optimizers = [ShardedOptimizer(net, specified, reduce_scatter=reduce_scatter)]
-        else:
-            optimizers = [kind(params, **options) for kind, params, options in specified]
-        schedules = [lr_scheduler.CosineAnnealingLR(o, 60) for o in optimizers]
-        samples, found = torch.Generator().manual_seed(dist.get_rank()), []
-        for _ in range(60):
-            for micro in range(2):
-                starts = torch.randint(len(data) - 17, (4,), generator=samples)
-                batch = torch.stack([data[i : i + 17] for i in starts])
-                with net.no_sync() if micro == 0 else nullcontext():
-                    loss = net(batch[:, :-1], batch[:, 1:]) / 2
-                    loss.backward()
-            found.append(loss.item())
-            if sharded and reduce_scatter:
-                optimizers[0].clip_grad_norm_(1.0)
-            else:
-                clip_grad_norm_(net.parameters(), 1.0)
-            for each in (*optimizers, *schedules):
-                each.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-        return found
-
-    def main():
-        expected, found = losses(sharded=False), losses(sharded=True)
-        assert expected[-1] < 0.5 * expected[0]
-        # with reduce_scatter, the norm is that of the shards
-        torch.testing.assert_close(found, expected, rtol=1e-3 if reduce_scatter else 0, atol=0)
-
-    run_ranks(main)
 
 
 class PerRank(torch.optim.SGD):
