@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import assert_average, assert_same_on_ranks, on_ranks
+from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.errors import NotSupportedError, PeerFailedError
 
@@ -143,6 +144,22 @@ def test_an_error_among_wrappers_of_two_groups_reaches_both():
         with suppress(PeerFailedError):
             nets[1](one_input())
     assert_same_on_ranks([p.grad for net in nets for p in net.parameters()])
+
+
+@on_ranks(2, timeout=40)
+def test_a_repeated_backward_of_wrappers_of_two_groups():
+    """Ranks reach them in different orders, with hooks of several collectives for each bucket."""
+    nets = []
+    for _ in range(2):
+        net = DistributedDataParallel(Layers(5), process_group=dist.new_group(), bucket_cap_mb=1e-6)
+        net.register_comm_hook(None, hooks.BlockQuantization(8))
+        nets.append(net)
+    for step in range(2):
+        order = nets if dist.get_rank() else nets[::-1]
+        loss = sum(net(one_input(step)).square().sum() for net in order)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_same_on_ranks([p.grad for net in nets for p in net.parameters()])
 
 
 def backward_and_forward(loss, net):

@@ -514,7 +514,9 @@ class Backward:
 
     def _may_share(self) -> bool:
         """Return True if reducers of other groups may take part in the running backward."""
-        return any(b.running or b.state is EXPECTED for b in self.domain.elsewhere())
+        # those that a repeated backward has not reached yet were reduced by the one before
+        due = BackwardState.REDUCED if self.state is RUNNING_AGAIN else EXPECTED
+        return any(b.running or b.state in (EXPECTED, due) for b in self.domain.elsewhere())
 
     def _is_last(self, index: int) -> bool:
         """Return True if no bucket after this one has anything to send."""
