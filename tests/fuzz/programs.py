@@ -153,7 +153,8 @@ def draw_action(rng: random.Random, program: Program) -> Action:
     if weights is not None and zero == "keep":
         zero = "none"
     forms = ["", "", "", "two"]
-    if program.norm == "none" and program.dtype != "bfloat16":
+    # with `half`, nothing is sent by which ranks agree on a penalty alone, as on what goes around
+    if program.norm == "none" and program.dtype != "bfloat16" and program.hook != "half":
         forms += ["penalty", "both"]
     form = "" if program.options["static_graph"] else rng.choice(forms)
     return Action(kind, form, None, zero, local, weights, unused)
