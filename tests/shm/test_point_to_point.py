@@ -22,7 +22,7 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm import message_ring
+from gradwire.shm import arrivals, message_ring
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import shm_backend_of
 from gradwire.testing import run_ranks
@@ -200,6 +200,35 @@ def test_an_interrupted_send(at):
 
 
 @pytest.mark.on_ranks(2)
+def test_a_receive_that_another_thread_posts_amid_an_interrupted_look():
+    """What it was asked to look for meanwhile is found."""
+    exchange_first()
+    dist.barrier()
+    store = store_of_the_group()
+    if dist.get_rank() == 0:
+        store.wait(["wanted"], timedelta(seconds=20))
+        dist.send(torch.zeros(1), 1, tag=2)
+    else:
+        incoming = shm_backend_of(dist.group.WORLD).messages.incoming[0]
+        take_all, done = arrivals.Arrivals.take_all, threading.Event()
+        future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
+
+        def interrupted(*_):
+            arrivals.Arrivals.take_all = take_all
+            store.set("wanted", "")
+            while not incoming._again:  # as the links' thread was woken
+                time.sleep(0.001)
+            raise Interruption
+
+        arrivals.Arrivals.take_all = interrupted
+        with pytest.raises(Interruption):
+            incoming.poll()
+        future.then(lambda _: done.set())
+        assert done.wait(5)
+    dist.barrier()
+
+
+@pytest.mark.on_ranks(2)
 def test_a_signal_s_handler_amid_a_message():
     """A handler that sends amid a send, and one that receives amid a receive."""
     exchange_first()
@@ -267,6 +296,22 @@ def test_a_sender_that_dies_amid_a_message():
         dist.recv(x, 1)
     assert time.monotonic() - begun < 20
     assert y.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("src", [None, 1])
+@pytest.mark.on_ranks(3)
+def test_messages_that_were_sent_before_leaving_arrive(src):
+    senders, rank = [src] if src else [1, 2], dist.get_rank()
+    for _ in range(5):
+        group, received = dist.new_group(backend="shm"), []
+        for _ in range(3 * len(senders) if rank == 0 else 0):
+            received.append(torch.zeros(40_000))
+            dist.irecv(received[-1], src, group).wait()
+        assert all(x.eq(x[0]).all() for x in received)
+        assert rank or sorted(int(x[0]) for x in received) == sorted(3 * senders)
+        for _ in range(3 if rank in senders else 0):
+            dist.send(torch.full((40_000,), float(rank)), 0, group)
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.wide
