@@ -21,7 +21,7 @@ SOURCE = Path(gradwire.__file__).parent
 BUDGET = {  # package: (code lines, files)
     "": (981, 14),  # modules at the top level
     "buckets": (108, 2),
-    "check": (1655, 8),
+    "check": (1699, 8),
     "cli": (926, 10),
     "collectives": (2461, 10),
     "compat": (844, 6),

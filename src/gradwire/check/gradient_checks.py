@@ -21,6 +21,8 @@ from gradwire.check.records import (
 
 _FEWEST = 2
 """Number of steps that must show the same."""
+_ROUNDED = 0.1
+"""Relative error of a factor such as a local by a global batch size, which is rounded."""
 _CAUSES = {
     "late": (
         "parameters were thawed, added, replaced or converted after wrapping",
@@ -95,13 +97,13 @@ def _cause(run: Run, model: Replicas, events: Sequence[Event], name: str) -> tup
     last = None
     for window in run.windows(events, model):
         for last in (e for e in window if is_backward(e, model)):
-            if str(model.number) in last["around"] and not last["syncs"]:
+            if str(model.number) in last["around"] and model.number not in last["syncs"]:
                 return "around", last, last["around"][str(model.number)]
     counts = [e["reduced"] for e in events]
     if len(set(counts)) > 1:
         return "skipped", events[0], ""
-    if last is not None and not last["syncs"]:
-        if last["wants"]:
+    if last is not None and model.number not in last["syncs"]:
+        if model.number in last["wants"]:
             return "forward", last, last["forward"]
         # steps without any reduction are local steps, which are averaged later
         if counts[0] or any(len(ranks[0]) > 1 for ranks in run.reductions(model)):
@@ -254,8 +256,8 @@ def _scales(run: Run, model: Replicas) -> list[tuple[float, int, Event]]:
         return []
     steps = Counter(map(len, reductions)).most_common(1)[0][0]
     by_term = zip(*(e["terms"] for e in events), strict=False)
-    factors = [(_constant([abs(t["factor"]) for t in terms]), terms) for terms in by_term]
-    return [(f, steps, terms[0]) for f, terms in factors if f and all(t["builtin"] for t in terms)]
+    means = [([abs(t["factor"]) * t["mean"][0] for t in terms], terms[0]) for terms in by_term]
+    return [(factor, steps, term) for each, term in means if (factor := _constant(each))]
 
 
 def _summed_norms(run: Run, model: Replicas) -> tuple[float, list[Event]]:
@@ -289,23 +291,34 @@ def _on_more_ranks(run: Run) -> Iterator[tuple[Replicas, Run, Replicas, float]]:
                 yield model, run.wider, other, len(other.ranks) / len(model.ranks)
 
 
+def _scaled_back(run: Run, model: Replicas) -> bool:
+    """Return True if the program multiplies reduced gradients by the number of ranks."""
+    sums = [e["sums"] for events in run.steps("stepped", model) for e in events]
+    return all(s and isclose(s * len(model.ranks), t, rel_tol=1e-3) for s, t in sums)
+
+
 @check(of_models=False)
 def _scaled_by_world_size(run: Run) -> Iterator[Finding]:
     """The loss is scaled by the world size, although the wrapper averages gradients.
 
-    PyTorch's own means are scaled by a factor that accumulation does not explain, and that
-    follows the number of ranks in a run on more of them; no tensor with a gradient is gathered.
+    Means, or sums divided by a constant or a sum over ranks, are scaled by a factor that
+    accumulation does not explain, and that follows the number of ranks in a run on more of them;
+    no tensor with a gradient is gathered, and gradients are not scaled back.
 
     Leave the factor out: after backward, gradients are the mean over ranks.
     """
     for model, wider, other, ratio in _on_more_ranks(run):
-        one, two = _scales(run, model), _scales(wider, other)
+        one = [] if _scaled_back(run, model) else _scales(run, model)
+        two = _scales(wider, other)
         pairs = list(zip(one, two, strict=False)) if len(one) == len(two) else []
         for by in (ratio, 1 / ratio):
-            if pairs and all(isclose(f * s * by, g * t) for (f, s, _), (g, t, _) in pairs):
+            if pairs and all(
+                isclose(f * s * by, g * t, rel_tol=_ROUNDED) for (f, s, _), (g, t, _) in pairs
+            ):
                 (first, _, a), (second, _, b) = pairs[0]
-                scales = zip(a["scales"], b["scales"], strict=False)
-                line = next((y[1] for x, y in scales if isclose(y[0], x[0] * by)), "")
+                scales = zip([a["mean"], *a["scales"]], [b["mean"], *b["scales"]], strict=False)
+                near = (y[1] for x, y in scales if isclose(y[0], x[0] * by, rel_tol=_ROUNDED))
+                line = next(near, "")
                 text = f"factor {first:.3g} with {len(model.ranks)} ranks, {second:.3g} with"
                 at = run.reductions(model)[0][0][0]
                 yield seen(f"{text} {len(other.ranks)}", at, model.ranks, line)

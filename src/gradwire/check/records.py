@@ -231,7 +231,7 @@ class Run:
                     previous = event | {"last": ended}
                     ended = False
                     found[-1].append(previous)
-                    if event["syncs"] or model.number not in event["models"]:
+                    if model.number in event["syncs"] or model.number not in event["models"]:
                         found.append([])
                 elif event["kind"] == "stepped" and found[-1] and model.number == ALONE:
                     found.append([])

@@ -54,16 +54,19 @@ def _learning_rates(run: Run, model: Replicas) -> Iterator[Finding]:
     Compute them from values that are equal on all ranks; all_reduce a metric before a scheduler
     uses it.
     """
+    before = None
     for events in run.steps("stepped", model):
         for field, text in (("rates", "learning rates"), ("options", "options")):
             values = [e[field] for e in events]
             if all(e["owned"] for e in events) and any(value != values[0] for value in values):
                 text, counts = f"{text} by rank: {values}", [e["schedules"] for e in events]
                 most = events[counts.index(max(counts))]
-                line = most["schedule"] if len(set(counts)) > 1 else ""
+                scheduled = len(set(counts)) > 1 or before not in (None, counts)
+                line = most["schedule"] if scheduled else ""
                 text += f"; steps of schedulers: {counts}" if line else ""
                 yield seen(text, events[0], model.ranks, line)
                 return
+        before = [e["schedules"] for e in events]
 
 
 @check(explains=("parameters-differ",))
@@ -76,7 +79,7 @@ def _optimizer_state(run: Run, model: Replicas) -> Iterator[Finding]:
     Load the same checkpoint of the optimizer on every rank, or on none.
     """
     for events in run.steps("stepped", model):
-        given = [(e["rates"], e["gradients"]) for e in events]
+        given = [(e["rates"], [m["gradients"] for m in e["models"].values()]) for e in events]
         if any(one != given[0] for one in given):
             break
         states = [e["state"] for e in events]
@@ -144,7 +147,7 @@ def _always_reduced(run: Run, model: Replicas, steps: Sequence[Sequence[Event]])
         reduced = False
         for event in run.events[rank]:
             if event["kind"] == "backward" and model.number in event["models"]:
-                reduced = event["syncs"]
+                reduced = model.number in event["syncs"]
             elif event["kind"] == "stepped":
                 state = event["models"].get(str(model.number), {"owned": False})
                 if state["owned"] and not reduced:
@@ -154,18 +157,20 @@ def _always_reduced(run: Run, model: Replicas, steps: Sequence[Sequence[Event]])
 
 @check()
 def _buffers_differ(run: Run, model: Replicas) -> Iterator[Finding]:
-    """Buffers that the model updates by itself differ between ranks.
+    """Buffers, or unregistered tensors of modules, differ between ranks.
 
-    A buffer that is saved, of no batch norm, differs after several steps until the end, and the
-    wrapper does not broadcast buffers.
+    After several steps until the end, there differs a buffer that is saved, of no batch norm,
+    and not broadcast, or a module's tensor that is not registered and never changes.
 
-    All_reduce what they are updated with, or leave broadcast_buffers=True.
+    Register tensors as buffers, and all_reduce what they are updated with, or leave
+    broadcast_buffers=True.
     """
     steps = list(run.steps("stepped", model))
     by_name: dict[str, list[bool]] = {}
     for events in steps:
         for same in zip(*(e["buffers"] for e in events), strict=False):
-            by_name.setdefault(same[0][0], []).append(len({code for _, code in same}) > 1)
+            if len({name for name, _ in same}) == 1:
+                by_name.setdefault(same[0][0], []).append(len({code for _, code in same}) > 1)
     for name, differ in by_name.items():
         first = differ.index(True) if any(differ) else len(differ)
         if len(differ) - first >= _FEWEST and all(differ[first:]):

@@ -51,6 +51,8 @@ _NORM_STEPS = 8
 """Number of steps in which the program's sums are compared with norms of gradients."""
 _SUMMED = 64
 """Number of elements of each gradient that enter a sum."""
+_FEW_TOTALS = 16
+"""Most elements of a sum over ranks that a loss may divide by."""
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 _REDUCED = f"{__name__} reduced"
 """Mark of parameters that a wrapper knows."""
@@ -66,6 +68,7 @@ class Model:
         self.backwards = 0  # that were reduced
         self.modules: set[int] = set()  # ids of the wrapped module and its parts
         self.buffers: list[tuple[str, nn.Module, str]] = []  # that only the program synchronizes
+        self.constants: list[tuple[str, nn.Module, str, Any]] = []  # unregistered tensors
         self.seen: list[int | None] = []  # digests of parameters at the latest look, and its line
         self.seen_at = ""
         self.inputs = 0  # digest of the latest ones
@@ -107,6 +110,7 @@ class Training:
         self._around: dict[int, str] = {}
         self._sums: dict[str, float] = {}
         self._reduced_norm = False  # since the last step
+        self._totals: dict[float, str] = {}  # sums over ranks since the last step, and their lines
         self._schedules = (0, "")  # number of schedulers' steps, and line of the latest
         for wrapper in (TORCHS_DDP, DistributedDataParallel):
             observer.around(wrapper, "__init__", after=self._wrapped)
@@ -157,6 +161,13 @@ class Training:
         for _name, parameter in named:
             _notes(parameter)[_REDUCED] = True
         model.modules = set(map(id, wrapper.module.modules()))
+        model.constants = [
+            (f"{prefix}.{name} {tuple(value.shape)}", module, name, digest(value))
+            for prefix, module in wrapper.module.named_modules()
+            for name, value in vars(module).items()
+            if is_plain(value) and value.is_floating_point() and value.numel() > 1
+            if not value.requires_grad
+        ]
         if not getattr(wrapper, "broadcast_buffers", True):
             model.buffers = [
                 (f"{prefix}.{name}", module, name)
@@ -278,22 +289,27 @@ class Training:
 
     def _backward(self, tensors: Any) -> None:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        terms = terms_of(loss)
+        for term in terms:
+            if not term["builtin"] and term["count"] in self._totals:
+                term["mean"] = 1 / dist.get_world_size(), self._totals[term["count"]]
         for outputs, own, line in self.gathered:
             if uses(loss, outputs, own):
                 self._observer.emit("gathered", line=line, shape=list(own.shape))
         living = [(m, s, line) for m, s, line in self._forwards if m.wrapper is not None]
-        for model in {model for model, syncs, _ in living if syncs}:
+        syncing = {model for model, syncs, _ in living if syncs}
+        for model in syncing:
             model.backwards += 1
         self._observer.emit(
             "backward",
             models=sorted({m.number for m, _, _ in living}) or ([] if self._around else [ALONE]),
-            syncs=any(syncs for _, syncs, _ in living),
-            wants=any(bool(model.wrapper.require_backward_grad_sync) for model, _, _ in living),
+            syncs=[m.number for m in syncing],
+            wants=[m.number for m, _, _ in living if m.wrapper.require_backward_grad_sync],
             forward=living[-1][2] if living else "",
             around=self._around,
             hooked=any(model.hooked for model, _, _ in living),
             gathers=bool(self.gathered),
-            terms=terms_of(loss),
+            terms=terms,
         )
         self.gathered.clear()
         self._forwards.clear()
@@ -366,6 +382,7 @@ class Training:
             }
         norm = _total_norm(_gradients(optimizer)) if self._reduced_norm else None
         self._reduced_norm = False
+        self._totals.clear()
         self._observer.emit(
             "stepped",
             optimizer=key,
@@ -390,7 +407,10 @@ class Training:
         return _parameter_digests(named) | {
             "owned": any(id(p) in own for _, p in named),
             "gradients": [None if p.grad is None else digest(p.grad) for _, p in named],
-            "buffers": [[name, digest(getattr(m, own))] for name, m, own in model.buffers],
+            "buffers": [[name, digest(getattr(m, own))] for name, m, own in model.buffers]
+            + [
+                [n, code] for n, m, own, code in model.constants if digest(vars(m).get(own)) == code
+            ],
             "late": [n for n, p in named if p.grad is not None and _REDUCED not in _notes(p)],
             "unowned": [
                 n
@@ -409,11 +429,11 @@ class Training:
             def called(*args: Any, **kwargs: Any) -> Any:
                 # those of a wrapper, or of gradwire, are not observed
                 own = self.inside or self.in_backward or torch.compiler.is_compiling()
-                if name == "all_reduce" and not own:
-                    self._observer.look(self._summed, *args, **kwargs)
                 result = original(*args, **kwargs)
                 if name in _GATHERING and not own:
                     self._observer.look(self._gathered, *args, *kwargs.values())
+                elif not own:
+                    self._observer.look(self._summed, *args, **kwargs)
                 return result
 
             return called
@@ -426,15 +446,22 @@ class Training:
         if needed and not any(t.requires_grad for t in outputs):
             self.gathered.append((outputs, own, user_line()))
 
-    def _summed(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
-        """Write that a sum is taken of a norm of gradients."""
-        scalar = isinstance(tensor, Tensor) and tensor.numel() == 1 and tensor.is_floating_point()
-        if not scalar or op != dist.ReduceOp.SUM or self._observer.step > _NORM_STEPS:
+    def _summed(
+        self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, *_: Any, **__: Any
+    ) -> None:
+        """Keep a sum that a loss may divide by; write that it is one of norms of gradients."""
+        readable = is_plain(tensor) and not tensor.is_complex() and tensor.numel() <= _FEW_TOTALS
+        if op != dist.ReduceOp.SUM or not readable:
             return
+        if group in (None, dist.group.WORLD):
+            self._totals |= dict.fromkeys(tensor.reshape(-1).tolist(), user_line())
+        if tensor.numel() != 1 or self._observer.step > _NORM_STEPS:
+            return
+        mean = float(tensor) / dist.get_world_size(group)
         for optimizer in self.optimizers:
             gradients = _gradients(optimizer)
             norm = _total_norm(gradients)
-            if any(norm and math.isclose(float(tensor), norm**n, rel_tol=1e-4) for n in (1, 2)):
+            if any(norm and math.isclose(mean, norm**n, rel_tol=1e-4) for n in (1, 2)):
                 self._reduced_norm = True
                 self._observer.emit("norm", digest=_crc([digest(g) for g in gradients]))
 
@@ -556,8 +583,8 @@ _SUM, _MEAN = 2, 1  # values of `reduction` in PyTorch's nodes
 def terms_of(loss: Any) -> list[dict[str, Any]]:
     """Return the means that a loss is a sum of; leave out other terms."""
     # count: the number that a mean divides by; factor: the number by which the loss multiplies it;
-    # scales: the parts of the factor, with their lines if PyTorch recorded them; builtin: True if
-    # PyTorch's own function counted
+    # mean: the number of elements by count; scales: the parts of both, with their lines if PyTorch
+    # recorded them; builtin: True if PyTorch's own function counted
     found: list[dict[str, Any]] = []
     if isinstance(loss, Tensor) and loss.grad_fn is not None and loss.numel() == 1:
         _walk((loss.grad_fn, loss.output_nr), [], found)
@@ -586,22 +613,25 @@ def _walk(at: tuple[Any, int], scales: list[tuple[float, str]], found: list[Any]
     elif name.startswith("Div"):
         constant = inputs[0][0] is not None and (len(inputs) < 2 or inputs[1][0] is None)
         by = _number(node, "other") if constant else None
-        if by and _is_sum(inputs[0][0], 0):
-            _add_term(by, scales, found, builtin=False)
+        numel = _summed_numel(inputs[0][0], 0) if by else None
+        if by and numel is not None:
+            mean = (numel / by, _line_of_node(node))
+            _add_term(by, scales, found, mean, builtin=False)
         elif by:
             _walk(inputs[0], [*scales, (1 / by, _line_of_node(node))], found)
     elif name.startswith(_THROUGH) and inputs:
         _walk(inputs[min(output, len(inputs) - 1)], [*scales, (1.0, "")], found)
     elif (count := _count(node, name)) is not None:
-        _add_term(count, scales, found, builtin=True)
+        _add_term(count, scales, found, (1.0, ""), builtin=True)
 
 
 def _add_term(
-    count: float, scales: list[tuple[float, str]], found: list[Any], **kind: bool
+    count: float, scales: Any, found: list[Any], mean: tuple[float, str], *, builtin: bool
 ) -> None:
     factor = math.prod(by for by, _ in scales)
     numbers = [scale for scale in scales if scale[0] != 1]
-    found.append({"count": count, "factor": factor, "scales": numbers, **kind})
+    term = {"count": count, "factor": factor, "scales": numbers, "builtin": builtin}
+    found.append(term | {"mean": mean})
 
 
 def _line_of_node(node: Any) -> str:
@@ -610,14 +640,17 @@ def _line_of_node(node: Any) -> str:
     return next((f"{os.path.abspath(f)}:{n}" for f, n in reversed(lines) if is_users(f)), "")
 
 
-def _is_sum(node: Any, depth: int) -> bool:
-    """Return True if a node adds up all elements, without dividing."""
+def _summed_numel(node: Any, depth: int) -> float | None:
+    """Return how many elements a node adds up, 0 if unknown; None if it is no sum of all."""
     if node is None or depth > 4:
-        return False
-    if node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
-        return True
+        return None
+    if node.name() == "SumBackward0":
+        return float(math.prod(node._saved_self_sym_sizes))
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        target = _saved(node, "target")
+        return 0.0 if target is None else float(target.numel())
     through = node.name().startswith(("Neg", *_THROUGH))
-    return through and _is_sum(node.next_functions[0][0], depth + 1)
+    return _summed_numel(node.next_functions[0][0], depth + 1) if through else None
 
 
 def _count(node: Any, name: str) -> float | None:
