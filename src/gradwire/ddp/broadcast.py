@@ -32,7 +32,7 @@ from gradwire.ddp.arguments import (
 from gradwire.ddp.buckets.ownership import holders, uses
 from gradwire.ddp.faults.error_channel import broadcast_options, waits_on_cpu
 from gradwire.ddp.faults.fault_domain import FaultDomain, wait_for_message
-from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError
+from gradwire.errors import ArgumentError, ArgumentTypeError, BrokenGroupError, MismatchError
 from gradwire.shm import Operations, shm_backend_of
 
 IN_FLIGHT = 2
@@ -368,7 +368,10 @@ class Buffers:
                     }
             written = {**named, **{n: _copy(b) for n, b in held.items()}} if held else named
             if self.hook is None:
-                broadcast_values(group, written.items(), group_src=root)
+                try:
+                    broadcast_values(group, written.items(), group_src=root)
+                except MismatchError as error:  # ranks in a backward give the group up, too
+                    FaultDomain.of(group).give_up(error, error.__cause__)
             else:
                 returned = self.hook(written, group)
                 for future in returned if isinstance(returned, list | tuple) else (returned,):
