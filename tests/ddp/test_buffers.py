@@ -141,6 +141,17 @@ def test_a_graph_keeps_the_buffer_that_it_has_saved(view, hooked):
 
 
 @on_ranks(2)
+def test_a_graph_keeps_a_buffer_that_was_replaced_before():
+    net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+    net.module.scale = torch.full((2,), 2.0 + dist.get_rank())
+    nn.BatchNorm1d(2)  # any new buffer makes the wrapper look for its own ones again
+    first = net.module(x)  # sends no buffers
+    (first + net(x)).sum().backward()
+    assert net.module.scale.tolist() == [2.0, 2.0]
+    assert net.module.layer.bias.grad.tolist() == [4.5, 4.5]
+
+
+@on_ranks(2)
 def test_a_saved_buffer_in_shared_memory_is_an_error():
     """It can neither be replaced, as another buffer is in the same memory, nor be overwritten."""
     net, x = DistributedDataParallel(Scaled(shared=True)), torch.ones(1, 2)

@@ -319,11 +319,14 @@ class Buffers:
         named = [(n, b) for n, b in self._module.named_buffers() if n not in self._ignored]
         named = [(n, b) for n, b in named if id(b) not in left_out]
         self._paths = {name: name.split(".") for name, _ in named}
-        # the first answer is kept: later, a graph may have saved the buffer
+        # The first answer is kept. C++ references to a buffer that was found later may be those of
+        # a graph that has saved it.
         seen, aliased = self._seen, self._aliased
         self._seen = {id(b) for _, b in named}
         self._aliased = {
-            id(b) for _, b in named if (id(b) in aliased if id(b) in seen else _is_aliased(b))
+            id(b)
+            for _, b in named
+            if (id(b) in aliased if id(b) in seen else _is_aliased(b, count_holders=not seen))
         }
 
     def named(self) -> dict[str, Tensor]:
@@ -416,12 +419,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
 
 
-def _is_aliased(buffer: Tensor) -> bool:
+def _is_aliased(buffer: Tensor, *, count_holders: bool) -> bool:
     """Return True if other tensors share the buffer's memory: then it is written in place."""
     # a view that holds the only reference to its base, such as `torch.ones(1).expand(5)`, shares
     # nothing
     base_held = buffer._is_view() and _base_references(buffer) > _UNSHARED_BASE
-    return _shares_memory(buffer) or base_held or _holders(buffer) > 1
+    return _shares_memory(buffer) or base_held or (count_holders and _holders(buffer) > 1)
 
 
 def _shares_memory(buffer: Tensor) -> bool:
