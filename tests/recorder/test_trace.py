@@ -208,15 +208,3 @@ def test_clock_offset_between_hosts_is_within_its_error(skew):
         thread.join(60)
     assert found[0].ns == found[2].ns == found[2].error_ns == 0
     assert abs(found[1].ns + skew) <= found[1].error_ns
-
-
-def test_profiler_has_ranges_of_buckets():
-    def main():
-        model = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-            model(torch.ones(2, 4)).sum().backward()
-        return {e.name for e in profiled.events() if e.name.startswith("gradwire: ")}
-
-    for names in run_ranks(main, backend="shm"):
-        assert any(name.startswith("gradwire: pack bucket of") for name in names)
-        assert any(name.startswith("gradwire: send bucket of") for name in names)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Self, cast
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -259,7 +258,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.close()
         self.reducer = Reducer(reduced, self._group, options)
         self.reducer.reword = WeakHook(self._unexpected_gradient)
-        self.reducer.prepare_around = WeakMethod(self._prepare_around)
+        self.reducer.prepare_around = WeakHook(self._prepare_around)
         self._replicas = Replicas(named, self.reducer)
         if hook is not None:
             self.reducer.register_comm_hook(None, hook)
@@ -319,7 +318,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         began = 0 if recomputing else self._before(syncing)
         output = self._call(inputs, kwargs)
         if recomputing:
-            reducer.expect_nested(tensors_in(output))
+            reducer.expect(tensors_in(output), counted=False, nested=True)
             return output
         return self._after(output, syncing and self.require_backward_grad_sync, began)
 

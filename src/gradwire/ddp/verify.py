@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NoReturn
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 
 from gradwire._digest import digest
 from gradwire._groups import message_device
+from gradwire.ddp.arguments import WeakHook
 from gradwire.ddp.broadcast import distinct
 from gradwire.ddp.faults.error_channel import backend_errors
 from gradwire.ddp.faults.fault_domain import wait_for_message
@@ -100,7 +100,7 @@ class Replicas:
         self.every = 0
         self._noted: _Snapshot | None = None
         self._sent: _Snapshot | None = None
-        reducer.replica_message = weakref.WeakMethod(self._message)
+        reducer.replica_message = WeakHook(self._message)
 
     def note(self, *, changes: bool) -> None:
         """Compute the digest, if one is due, before a step's first forward."""

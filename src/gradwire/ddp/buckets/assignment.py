@@ -22,6 +22,7 @@ from gradwire.ddp.buckets.bucket import (
     InPlaceBucket,
     PackedBucket,
     SparseBucket,
+    record_use,
 )
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.shm import shares_memory
@@ -98,7 +99,7 @@ class BucketSet:
         self._interrupted = partial(self.make, order, with_hook=with_hook)
         self._with_hook = with_hook
         for bucket in self._buckets:
-            bucket.record_use()
+            record_use(getattr(bucket, "flat", None))  # before it is released
         # Release the old buckets first, so that the new ones can use their memory.
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._new_buckets(order)

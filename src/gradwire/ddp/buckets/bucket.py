@@ -121,11 +121,6 @@ class Bucket(ABC):
         return len(self.ready) >= self.expected
 
     @property
-    def all_unused(self) -> bool:
-        """True if no member gets a gradient in this backward."""
-        return len(self.unused) == len(self.members)
-
-    @property
     def what(self) -> str:
         """Description of the bucket for messages."""
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
@@ -160,10 +155,6 @@ class Bucket(ABC):
         """Write `reduced`, or `flat` if it is None, to the gradients of members not `untouched`."""
         # `reduced` has the layout of `flat` and any dtype. `untouched` are members unused on this
         # rank, whose gradient stays as it was.
-
-    def record_use(self) -> None:
-        """Record the use of the buffer on the current stream, before the buffer is released."""
-        record_use(getattr(self, "flat", None))
 
     def record_use_of_gradients(self) -> None:
         """Record the use of the gradients on the current stream, before they are copied in."""
@@ -269,7 +260,7 @@ class PackedBucket(Bucket):
         # gradients of unused members that are views, from before the reduction
         self._saved: dict[int, Tensor] = {}
         if self._lazy and self._views:  # until the next backward, only views keep the buffer
-            self.record_use()
+            record_use(self.flat)
             del self.flat, self.extra
             self._views = []
 

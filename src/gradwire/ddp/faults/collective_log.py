@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
@@ -82,7 +82,7 @@ class CollectiveLog:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a domain must not keep its group alive
         self._name, self._counted = _name_of(group), 0
-        self._small: list[Work] = []
+        self.small: list[Work] = []
         # time at which the first of `sent` was sent
         self.since = 0.0
         # collectives on the group, with their numbers
@@ -111,14 +111,11 @@ class CollectiveLog:
         self.sent.append((self.position(), entry))
         del self.sent[:-LOGGED]  # without a reduced backward, nothing is forgotten
         if work is not None:
-            self._small.append(work)
+            self.small.append(work)
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of collectives on the group and on others."""
         return self.position(), sum(map(len, self.elsewhere.values()))
-
-    def in_flight(self) -> list[Work]:
-        return [*self.works, *self._small]
 
     def failure(self) -> BaseException | None:
         """Return the failure of a hook's collective, from its handle or its shm group, or None."""
@@ -143,11 +140,11 @@ class CollectiveLog:
         self.sent.clear()
         self.elsewhere.clear()
         self.works.clear()
-        self._small.clear()
+        self.small.clear()
 
     def forget(self, through: int) -> None:
         """Drop the entries up to this number, which all ranks have sent."""
-        self._small.clear()
+        self.small.clear()
         if self.sent and self.sent[-1][0] <= through:
             self.clear()
         else:
@@ -260,41 +257,31 @@ class Participant(Protocol):
         """Discard the running backward."""
 
 
-class Participants:
-    """Existing reducers, referenced weakly: a module may be deleted before its group."""
+class Participants(weakref.WeakValueDictionary[int, Participant]):
+    """Existing reducers, by identity: a module may be deleted before its group."""
 
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[Participant]] = []
-
-    def add(self, participant: Participant) -> None:
-        reference = weakref.ref(participant, self._references.remove)
-        if reference not in self._references:
-            self._references.append(reference)
-
-    def __iter__(self) -> Iterator[Participant]:
-        # A copy: the garbage collector may remove a reducer and its reference at any time.
-        return iter([p for r in list(self._references) if (p := r()) is not None])
+    def all(self) -> list[Any]:
+        # a copy, in one step: other threads make reducers, and the garbage collector removes them
+        return [p for reference in self.valuerefs() if (p := reference()) is not None]
 
     def others(self, than: Participant) -> Sequence[Any]:
         """Return all participants but one; all are of its class."""
-        if len(self._references) == 1:
-            return ()
-        return [p for p in self if p is not than]
+        return [p for p in self.all() if p is not than] if len(self) > 1 else ()
 
     def undecided(self) -> list[int]:
         """Return the last-message positions of backwards whose step other ranks may have taken."""
-        if any(p.state is BackwardState.INTERRUPTED for p in self):
+        if any(p.state is BackwardState.INTERRUPTED for p in self.all()):
             # another reducer was interrupted in the same backward, which then fails on the other
             # ranks, too
             return []
-        return [p.end for p in self if p.state is BackwardState.UNDECIDED]
+        return [p.end for p in self.all() if p.state is BackwardState.UNDECIDED]
 
     def start_over(self) -> None:
-        for participant in self:
+        for participant in self.all():
             participant.start_over()
 
     def reset(self) -> None:
-        for participant in self:
+        for participant in self.all():
             participant.reset()
 
 
@@ -336,8 +323,9 @@ class ResynchronizationRound:
         # the error is None if this rank only learnt of another rank's error
         self._statement = Statement(error, log.position(), list(log.sent), elsewhere, undecided)
         self._in_flight: list[Handle] = [
-            *log.in_flight(),
-            *(one for p in participants for one in p.launcher.in_flight()),
+            *log.works,
+            *log.small,
+            *(one for p in participants.all() for one in p.launcher.in_flight()),
         ]
         # valid after `advance` has returned True: stated position of each rank, and a message about
         # ranks that missed, because of an exception, a step that others may have taken

@@ -120,7 +120,8 @@ class FaultDomain:
         """Return the reducers of this process's other groups."""
         if len(_DOMAINS) == 1:
             return ()
-        return [p for d in list(_DOMAINS.values()) if d is not self for p in d.participants]
+        others = [d for d in list(_DOMAINS.values()) if d is not self]
+        return [p for d in others for p in d.participants.all()]
 
     @staticmethod
     def forget(group: ProcessGroup) -> None:

@@ -19,27 +19,23 @@ one after the other, in the order of their names, which is the same on all ranks
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
-from torch.nn import Parameter
 
 from gradwire._scope import runs_outside_contexts
 from gradwire._torch import in_compiled_autograd, run_as_written
-from gradwire.ddp.arguments import remove_hooks
+from gradwire.ddp.arguments import WeakHook, remove_hooks
 from gradwire.ddp.buckets.assignment import BucketSet
 from gradwire.ddp.buckets.bucket import Bucket, SparseBucket
 from gradwire.ddp.buckets.ownership import is_zero
@@ -49,8 +45,6 @@ from gradwire.ddp.reducer.launch import GradientStreams, Launched, Launcher
 from gradwire.ddp.reducer.weights import NO_BUCKET, NOT_SENT, Forwards, Tally, Usage, Weights
 from gradwire.errors import ArgumentError, MismatchError, NotSupportedError, ReductionError
 from gradwire.recorder import is_users, record_error, ring
-
-logger = logging.getLogger(__name__)
 
 # module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
@@ -104,19 +98,20 @@ class Backward:
         self.manual = bucket_set.options.manual_finalization  # ended by `finalize`, not by itself
         # shadowed: a rank takes part by `shadow`, and waits for one backward
         self.skip_unused = self.shadowed = False
-        self.reword: Callable[[ReductionError], ReductionError | None] | None = None
+        # of the wrapper, if there is one: converts an error of an unexpected gradient
+        self.reword: Callable[[ReductionError], ReductionError | None] = WeakHook()
         self.forwards = Forwards()
         # what the wrapper sends to compare replicas: the message if one is due, the sum of the last
         # backward's, and the number of backwards since, the same on all ranks
-        self.replica_message: weakref.WeakMethod[Callable[[Forwards], Tensor | None]] | None = None
+        self.replica_message: Callable[[Forwards], Tensor | None] = WeakHook()
         self.replica_sum: tuple[Tensor, Work] | None = None
         self.since_replicas = 0
         # running backwards of forwards under `no_sync`, while another one is expected, and the
         # gradients that came meanwhile: they may belong to either
         self.local_running = 0
         self.local_arrivals: list[int] = []
-        # prepares a backward that no forward of the wrapper announced; False if it stays local
-        self.prepare_around: weakref.WeakMethod[Callable[[], bool]] | None = None
+        # prepares a backward that no forward of the wrapper announced; not True if it stays local
+        self.prepare_around: Callable[[], bool | None] = WeakHook()
         self.where = ""  # the program's line of such a backward while it runs
         self.weights = Weights(self.parameters, usage.nodes)
         self.detach_optimizers()
@@ -129,7 +124,7 @@ class Backward:
         self.ranks = group.size()  # divisor of the gradients
         self.step = 0
         self.domain = FaultDomain.of(group)
-        self.domain.participants.add(self)
+        self.domain.participants[id(self)] = self
         self.weights.fail = self.domain.fail
         self.launcher = Launcher(group, self.domain, self)
 
@@ -179,20 +174,14 @@ class Backward:
 
     # -- optimizers that step during backward ------------------------------------------------
 
-    @staticmethod
-    def has_new_optimizers() -> bool:
-        """Return True if there may be hooks of optimizers in backward that were not removed."""
-        return bool(getattr(sys.modules.get(IN_BACKWARD), "param_to_optim_hook_handle_map", ()))
-
     def detach_optimizers(self) -> None:
         """Take over from optimizers that would step during backward with local gradients."""
-        self.optimized: list[Parameter] = []
-        if (module := sys.modules.get(IN_BACKWARD)) is None:
+        handles = getattr(sys.modules.get(IN_BACKWARD), "param_to_optim_hook_handle_map", {})
+        if not handles and self.step > 1:  # optimizers without hooks come before the first step
             return
-        self.optimized += [p for p in self.parameters if hasattr(p, "_in_backward_optimizers")]
-        # out of PyTorch's map, too, so that `has_new_optimizers` sees only later hooks
-        for parameter in self.optimized:
-            remove_hooks(module.param_to_optim_hook_handle_map.pop(parameter, ()))
+        self.optimized = [p for p in self.parameters if hasattr(p, "_in_backward_optimizers")]
+        for parameter in self.optimized:  # out of PyTorch's map, too, which then has only new ones
+            remove_hooks(handles.pop(parameter, ()))
 
     # -- preparation -----------------------------------------------------------------------
 
@@ -266,8 +255,7 @@ class Backward:
                     "torch._dynamo.config.optimize_ddp = 'python_reducer'"
                 )
                 self.domain.fail(NotSupportedError(text))
-            if self.has_new_optimizers():  # attached after the forward
-                self.detach_optimizers()
+            self.detach_optimizers()  # attached after the forward
             if self.state is BackwardState.REDUCED:
                 self.step += 1
                 self.transition(Event.BEGIN_AGAIN)
@@ -347,12 +335,11 @@ class Backward:
 
     def _prepare_around(self) -> bool:
         """Prepare for a backward whose forward went around the wrapper, unless it stays local."""
-        prepare = self.prepare_around and self.prepare_around()
         with self.domain.lock, torch.no_grad():
             if self.running or self.state is EXPECTED:  # by another of autograd's threads
                 return True
             # what arrives in a backward after an error or `finalize` does not begin another one
-            if prepare is None or self.task == torch._C._current_graph_task_id() or not prepare():
+            if self.task == torch._C._current_graph_task_id() or not self.prepare_around():
                 return False
             self.where = f"rank {self.group.rank()} at {users_line()}"
             self.launcher.note = f", in a backward around the wrapper, {self.where}"
@@ -389,7 +376,7 @@ class Backward:
                 "differs from that of the first backward",
                 unexpected,
             )
-            self.domain.fail((self.reword and self.reword(error)) or error)
+            self.domain.fail(self.reword(error) or error)
         if not self.has_only_last_left:
             with torch.no_grad():
                 self._launch_in_order(final=False)
@@ -454,11 +441,10 @@ class Backward:
                 record = ring.begin_bucket(self.group, self.step, len(launched), bucket.names)
                 if self.streams.join(bucket.parameters[0].device):
                     bucket.record_use_of_gradients()
-                with _profiled("pack", bucket):
-                    try:
-                        bucket.copy_in()
-                    except (ReductionError, NotSupportedError) as refused:
-                        domain.fail(refused)
+                try:
+                    bucket.copy_in()
+                except (ReductionError, NotSupportedError) as refused:
+                    domain.fail(refused)
                 if bucket.extra_numel:
                     self.tally().write(bucket.extra)
                 self.timer.comm_start = self.timer.comm_start or perf_counter_ns()
@@ -466,8 +452,7 @@ class Backward:
                 if record is not None:
                     record.packed = perf_counter_ns()
                     ring.check_bucket(record, bucket.parameters)
-                with _profiled("send", bucket):
-                    self._launch_filled(bucket, is_last=is_last)
+                self._launch_filled(bucket, is_last=is_last)
                 if record is not None:
                     record.sent = perf_counter_ns()
                     record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
@@ -527,7 +512,7 @@ class Backward:
     def _skips(self, bucket: Bucket) -> bool:
         """Return True if nothing is sent for a bucket, which no rank has used."""
         accumulated = not self.usage.touched.isdisjoint(bucket.members)
-        return self.skip_unused and bucket.all_unused and not accumulated
+        return self.skip_unused and len(bucket.unused) == len(bucket.members) and not accumulated
 
     def check_over(self) -> None:
         """Raise if ranks wait for this backward. Called before other communication."""
@@ -727,13 +712,11 @@ class Backward:
         for parameter in self.optimized:
             if parameter.grad is not None:
                 with torch.enable_grad():
-                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                    for optimizer in parameter._in_backward_optimizers:
                         optimizer.step()
                 parameter.grad = None
         timer.sent = sum(one.sent for one in launched)
         timer.unused_here = tuple(self.names[i] for i in sorted(unused))
-        if unused:
-            logger.debug("step %d: unused here: %s", self.step, timer.unused_here)
         timer.comm_end = perf_counter_ns()
         times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
         ring.add_step(self.step, *times)
@@ -886,9 +869,8 @@ class Backward:
         self.forwards.commit()
         # now that ranks are together: their next forwards may differ in number. A rank that has run
         # out of input has old parameters
-        message = self.replica_message and self.replica_message()
-        if message and not (joined or self.shadowed):
-            own = message(self.forwards)
+        if not (joined or self.shadowed):
+            own = self.replica_message(self.forwards)
             if own is not None:
                 self.replica_sum, self.since_replicas = self.launcher.start_sum(own), 0
         self.since_replicas += 1
@@ -981,13 +963,6 @@ class Backward:
         if self.arrivals is not None:
             self.arrivals.clear()
         self.bucket_set.reset()
-
-
-def _profiled(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
-    """Return a range in the trace of the profiler if one is enabled."""
-    if not torch.autograd._profiler_enabled():
-        return nullcontext()
-    return record_function(f"gradwire: {what} {bucket.what}")
 
 
 @run_as_written

@@ -217,8 +217,7 @@ class Reducer(Backward):
     def begin_forward(self) -> None:
         """Prepare for a forward, with or without a reduced backward: it has its own weight."""
         self._keep_parameters()
-        if self.has_new_optimizers():
-            self.detach_optimizers()
+        self.detach_optimizers()
         self.weights.on_forward()
 
     @runs_outside_contexts
@@ -235,8 +234,6 @@ class Reducer(Backward):
         self._keep_parameters()
         if not recovered:
             self.raise_if_unfinished()
-        if not self.step:  # optimizers may be attached after wrapping, without hooks
-            self.detach_optimizers()
         self.rebuild_once()
         # uneven: ranks may take part by `shadow`, where unused buckets are unknown. shadowed: some
         # ranks do, and wait for exactly one backward
@@ -269,16 +266,22 @@ class Reducer(Backward):
 
     # -- after a forward ---------------------------------------------------------------------
 
-    def expect(self, outputs: Iterable[Tensor], *, counted: bool = True) -> None:
+    def expect(
+        self, outputs: Iterable[Tensor], *, counted: bool = True, nested: bool = False
+    ) -> None:
         """Let a backward begin at these outputs of a forward, each time it is run."""
         # Without this call a backward begins at the first gradient of a parameter. If that comes
         # from a reentrant checkpoint, unused parameters are not known then.
         begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not begun:
             return
+        # `nested`: the forward ran within the reduced backward, and nothing was prepared for it. A
+        # non-reentrant checkpoint needs only the saved tensors. A reentrant one runs a backward
+        # through these outputs, which ends the running backward and is reduced instead.
         # ranks may run different numbers of forwards that are not counted, such as evaluations
         forward = self.forwards.begin() if counted else None
-        call = partial(on_output, weakref.ref(self), forward=forward.number if forward else 0)
+        number = forward.number if forward else 0
+        call = partial(on_output, weakref.ref(self), forward=number, nested=nested)
         for tensor in begun:
             tensor.register_hook(call)
             if forward is not None:  # the node references it for as long as the node lives
@@ -295,15 +298,6 @@ class Reducer(Backward):
                     tensor.register_hook(partial(on_local_output, weakref.ref(self), self.step))
         if constant:  # it cannot have a backward: its gradients are zero
             self.weights.count()
-
-    def expect_nested(self, outputs: Iterable[Tensor]) -> None:
-        """Let a backward begin at the outputs of a forward that ran within the reduced backward."""
-        # Nothing was prepared for that forward. A non-reentrant checkpoint needs only the saved
-        # tensors. A reentrant one runs a backward through these outputs, which ends the running
-        # backward and is reduced instead.
-        for tensor in outputs:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(on_output, weakref.ref(self), nested=True))
 
     def skip(self, *, reduce: bool) -> None:
         """Expect no backward of the last forward; all ranks may `reduce` earlier gradients."""
