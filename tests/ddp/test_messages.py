@@ -24,12 +24,27 @@ class Sparse(nn.Module):
         return self.linear(self.embedding(x.long().abs()))
 
 
+class TwoSparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Sparse(), nn.Embedding(50, 4, sparse=True)
+
+    def forward(self, x):
+        return self.first(x) + self.second(x.long().abs())
+
+
 def mlp():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def with_buffers():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def with_buffers_of_three_dtypes():
+    net = with_buffers()
+    net.register_buffer("small", torch.ones(3, dtype=torch.float16))
+    return net
 
 
 def messages(net):
@@ -52,7 +67,12 @@ def messages(net):
         (mlp, {"find_unused_parameters": True}, None, None),
         (with_buffers, {}, None, None),
         (with_buffers, {"broadcast_buffers": False}, None, None),
+        (with_buffers_of_three_dtypes, {}, None, None),
+        (with_buffers_of_three_dtypes, {"find_unused_parameters": True}, None, None),
         (Sparse, {}, None, None),
+        (TwoSparse, {}, None, None),
+        (TwoSparse, {"find_unused_parameters": True}, None, None),
+        (TwoSparse, {}, default_hooks.allreduce_hook, default_hooks.allreduce_hook),
         *(
             (mlp, options, hook, of_torch)
             for options in ({}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5})
