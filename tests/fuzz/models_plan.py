@@ -128,6 +128,10 @@ class _Maker:
         if any(op.kind == "reentrant" for op in operations(ops)):
             # two forwards would give two gradients of one parameter in one backward
             steps = tuple(replace(s, form="once") if s.form == "two" else s for s in steps)
+        if loss and self.unused:
+            # A rank whose forward uses no parameter has no output at which a second backward would
+            # begin. Its gradients from the loss begin one around the wrapper, which is an error.
+            steps = tuple(replace(s, form="once") if s.form == "again" else s for s in steps)
         seed = rng.getrandbits(32)
         if seed % 6 == 0:
             steps = (steps[0], *(replace(s, frozen=self.frozen(ops, seed)) for s in steps[1:]))

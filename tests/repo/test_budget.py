@@ -25,7 +25,7 @@ BUDGET = {  # package: (code lines, files)
     "cli": (926, 10),
     "collectives": (2461, 10),
     "compat": (844, 6),
-    "ddp": (4698, 21),
+    "ddp": (4702, 21),
     "devices": (1150, 6),
     "elastic": (2629, 11),
     "hooks": (924, 7),

@@ -321,13 +321,11 @@ class Buffers:
         self._paths = {name: name.split(".") for name, _ in named}
         # The first answer is kept. C++ references to a buffer that was found later may be those of
         # a graph that has saved it.
-        seen, aliased = self._seen, self._aliased
+        known = self._seen
         self._seen = {id(b) for _, b in named}
-        self._aliased = {
-            id(b)
-            for _, b in named
-            if (id(b) in aliased if id(b) in seen else _is_aliased(b, count_holders=not seen))
-        }
+        new = [b for _, b in named if id(b) not in known]
+        aliased = {id(b) for b in new if _is_aliased(b, count_holders=not known)}
+        self._aliased = (self._aliased & known & self._seen) | aliased
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, without those that were deleted or set to None."""
