@@ -59,7 +59,7 @@ def test_a_rank_that_skips_a_backward(options, hook):
 
 @pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
 @on_ranks(3)
-def test_a_rank_that_skips_a_backward_before_buffers_are_sent(each_backend, skipping):
+def test_a_rank_that_skips_a_backward_before_buffers_are_sent(each_backend):
     """It sends buffers while the others send gradients. Afterwards no rank waits for another."""
     net = DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(2)))
     with pytest.raises(MismatchError, match="different collectives"):
