@@ -213,16 +213,22 @@ def test_a_receive_that_another_thread_posts_amid_an_interrupted_look():
         take_all, done = arrivals.Arrivals.take_all, threading.Event()
         future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
 
-        def interrupted(*_):
+        def interrupted(*args):
+            if threading.current_thread() is not threading.main_thread():
+                return take_all(*args)
             arrivals.Arrivals.take_all = take_all
             store.set("wanted", "")
             while not incoming._again:  # as the links' thread was woken
                 time.sleep(0.001)
             raise Interruption
 
+        def poll_until_interrupted():
+            while True:  # one returns at once while the links' thread looks
+                incoming.poll()
+
         arrivals.Arrivals.take_all = interrupted
         with pytest.raises(Interruption):
-            incoming.poll()
+            poll_until_interrupted()
         future.then(lambda _: done.set())
         assert done.wait(5)
     dist.barrier()
