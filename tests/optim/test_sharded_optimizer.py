@@ -254,7 +254,7 @@ def assert_same_state(own, expected):
                 assert held.dtype == value.dtype, (number, key)
                 assert torch.equal(held, value), (number, key)
             else:
-                assert held == value, (number, key)
+                assert repr(held) == repr(value), (number, key)  # such as lists of tensors
 
 
 @contextmanager
